@@ -69,7 +69,7 @@ def main() -> int:
     log = events(draw, 26_200)
 
     def follow(get: Get, part: LiveRows) -> dict[bytes, bytes]:
-        return counters.answer_and_add(get, part)[1]
+        return counters.compute_and_add(get, part)[1]
 
     with tempfile.TemporaryDirectory() as folder, lmdb.open(folder, map_size=2**34, sync=False) as environment:
         spent = microseconds(counters.add, environment, log.take(slice(6000)), 1000)
@@ -84,8 +84,8 @@ def main() -> int:
         for candidates in (100, 1000):
             items = ids("i", draw.choice(ITEMS, candidates, replace=False))
             of = np.repeat(ids("u", np.array([3])), candidates), items, np.full(candidates, 1e9 + len(log))
-            question = LiveRows(*of, genres(draw, candidates))
-            measured = timed(lambda _, question=question: counters.answers(get, question), 1.0)
+            query = LiveRows(*of, genres(draw, candidates))
+            measured = timed(lambda _, query=query: counters.compute(get, query), 1.0)
             rows.append({"case": f"a request of {candidates} candidates", **measured})
         spent = microseconds(follow, environment, log.take(slice(6200, None)), 4000)
         rows.append({"case": "an event answered and counted, 4,000", **percentiles(spent[1:])})

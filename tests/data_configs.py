@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jfi.data import DataConfig, FeatureConfig, LabelConfig
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 
 LISTS = {
     "user_categorical": ("user", "category"),
@@ -70,6 +70,6 @@ def lists_of(config: DataConfig) -> dict:
     return lists | {"event_crosses": list(config.crosses().values())}
 
 
-def line_of(table: Table, row: int) -> int:
+def line_of(table: SourceRows, row: int) -> int:
     """The line of a row in its file."""
-    return int(table.place(row).rpartition(":")[2])
+    return int(table.location(row).rpartition(":")[2])

@@ -27,7 +27,7 @@ def with_statistics(table: pa.Table, config: DataConfig, schema: DataSchema | No
     """
     given = open_tables(replace(config, interactions=table, split="time", request_id=None))
     with tempfile.TemporaryDirectory() as folder:
-        read_and_sort(given, Path(folder), Stages(Path(folder), durable=False), check=False)
+        read_and_sort(given, Stages(Path(folder), durable=False), check=False)
         columns = Columns(given, Path(folder), sorted_events(given.config, Path(folder)))
         schema = learn_schema(columns) if schema is None else schema
         compute_statistics(columns, schema, encode_features(columns, schema))

@@ -25,7 +25,9 @@ from jfi.utils.files import write_file
 _TITLES = {"auc": "AUC", "ne": "NE", "user_auc": "AUC per user", "r2": "R²", "rmse": "RMSE", "mae": "MAE"}
 
 
-def compare(config: Config, seeds: Sequence[int], models: Sequence[str] = MODELS) -> dict[str, dict]:
+def compare(
+    config: Config, seeds: Sequence[int], models: Sequence[str] = MODELS, memory: str | None = None
+) -> dict[str, dict]:
     """Trains some or all of `MODELS` with every seed under `training.run_dir`, and writes comparison.json there."""
     for seed in seeds:
         config.with_training(seed=seed)  # refuses a wrong seed before the first training
@@ -36,7 +38,7 @@ def compare(config: Config, seeds: Sequence[int], models: Sequence[str] = MODELS
     config = dataclasses.replace(config, data=resolve(config.data.with_absolute_paths()))
     if config.training.warm_start is not None:
         config = check_warm_start(config.training.warm_start, config)[1]
-    dataset = load_dataset(config.data)
+    dataset = load_dataset(config.data, memory=memory)
     print(dataset.summary, flush=True)
     label, several = dataset.schema.labels[0], len(dataset.schema.labels) > 1
     folder = new_run_dir("compare-") if run_dir is None else Path(run_dir)
@@ -109,4 +111,4 @@ def main(config: Config, options: Namespace) -> None:
     """Compares, and prints the table."""
     if launched():
         raise ConfigError("jfi compare trains in one process; run it without torchrun")
-    compare(config, options.seeds, options.models)
+    compare(config, options.seeds, options.models, options.memory)

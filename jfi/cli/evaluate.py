@@ -24,10 +24,8 @@ def main(options: argparse.Namespace) -> None:
         check_place("--out", Path(options.out))
     with raise_on_sigterm():
         run = open_run(options, {"--out": options.out, "--scores": options.scores})
-        metrics = run.evaluate(options.interactions, by=options.by, out=options.scores, **scoring(options))
-        if options.importance:
-            given = {name: value for name, value in scoring(options).items() if name != "output"}
-            metrics["importance"] = run.importance(options.interactions, **given)
+        shown = {"by": options.by, "importance": options.importance}
+        metrics = run.evaluate(options.interactions, out=options.scores, **shown, **scoring(options))
         if options.out is not None:
             text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False)
             write_file(Path(options.out), text + "\n")

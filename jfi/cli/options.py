@@ -79,6 +79,8 @@ jfi config copy quickstart my.yaml
 """
 
 _STATE_GB = "GiB that a state in a folder may take"
+#: The option `--memory` of the commands that prepare tables.
+MEMORY = {"metavar": "SIZE", "help": "most that sorting holds in memory, such as 4GB (default: half of what is free)"}
 
 
 class OptionError(InputError):
@@ -181,14 +183,14 @@ def _scoring(parser: OptionParser) -> None:
     parser.add_argument("--interactions", required=True, help="the rows to score, with the columns of training")
     history = "log of earlier events; with data.statistics of all users (default: the training log)"
     parser.add_argument("--history", help=history)
-    parser.add_argument("--users", help="table of users (default: the run's data.users)")
-    parser.add_argument("--items", help="table of items (default: the run's data.items)")
-    sids = "file of semantic IDs of the run's codec (default: the run's data.semantic_ids)"
-    parser.add_argument("--semantic-ids", metavar="FILE", help=sids)
+    for name in ("users", "items"):
+        parser.add_argument(f"--{name}", help=f"table of {name} (default: the run's data.{name})")
+    parser.add_argument("--semantic-ids", metavar="FILE", help="file of the run's codec (default: data.semantic_ids)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of the model")
     parser.add_argument("--batch-size", type=at_least_one, default=4096, help="rows per call of the model")
     output = "probability column: sigmoid of the logit, or Platt-calibrated"
     parser.add_argument("--output", choices=["probabilities", "calibrated"], default="probabilities", help=output)
+    parser.add_argument("--memory", **MEMORY)
 
 
 def predict() -> OptionParser:
@@ -332,16 +334,14 @@ def policy() -> OptionParser:
     parser.add_argument("--surface", metavar="COLUMN", help="column of where an event happened (default: one surface)")
     parser.add_argument("--dwell", metavar="COLUMN", help="column of how long the user stayed")
     parser.add_argument("--dwell-unit", **units, help="of the dwell")
-    help_session = "column of the session (default: a session ends after 30 minutes without an event)"
-    parser.add_argument("--session", metavar="COLUMN", help=help_session)
+    parser.add_argument("--session", metavar="COLUMN", help="column of the session (default: by pauses of 30 minutes)")
     help_rule = "column of 0 and 1, or a rule such as 'is_like == 1 or is_forward == 1' (default: the config's label)"
     parser.add_argument("--conversion", metavar="RULE", help=help_rule)
     parser.add_argument("--until", type=float, metavar="SECONDS", help="leave out events from this time on")
     parser.add_argument("--segments", type=_segments, default=2, help="1 to 8, or auto by silhouette")
     help_remove = "largest share of events to remove, such as 0.3 or passive=0.5,active=0.2"
     parser.add_argument("--remove", type=_by_segment(float), default=0.0, metavar="SHARE", help=help_remove)
-    help_threshold = "in place of --remove: remove what has smaller log-odds"
-    parser.add_argument("--threshold", type=float, metavar="LOG-ODDS", help=help_threshold)
+    parser.add_argument("--threshold", type=float, metavar="LOG-ODDS", help="remove smaller ones, not by --remove")
     parser.add_argument("--boost", type=lambda text: text.split(","), default=[], help="segments to weight, by name")
     parser.add_argument("--caps", type=_by_segment(int), metavar="EVENTS", help="longest history, such as active=500")
     parser.add_argument("--newest", type=int, default=10, help="events of a history that always stay")

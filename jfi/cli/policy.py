@@ -10,10 +10,9 @@ import pyarrow.compute as pc
 from jfi.cli.options import given_tables
 from jfi.data import DataError, LabelConfig
 from jfi.data.io.blocks import read_table
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.event_logs import training_log
-from jfi.data.schema.labels import read_labels
-from jfi.data.schema.rules import label_columns
+from jfi.data.schema.rules import label_columns, read_labels
 from jfi.history_policies import EventLog, fit
 from jfi.history_policies.describe import describe, draw_policy
 from jfi.training import ConfigError
@@ -57,7 +56,7 @@ def read_log(options: argparse.Namespace) -> tuple[EventLog, np.ndarray]:
     return EventLog(**arrays, surfaces=names), check_some(table, conversion, options)
 
 
-def check_some(table: Table, conversion: np.ndarray, options: argparse.Namespace) -> np.ndarray:
+def check_some(table: SourceRows, conversion: np.ndarray, options: argparse.Namespace) -> np.ndarray:
     if not len(conversion):
         raise DataError(f"{table.name}: no event")
     if conversion.min() == conversion.max():

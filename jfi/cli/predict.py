@@ -39,4 +39,4 @@ def open_run(options: argparse.Namespace, written: dict[str, str | None]) -> Sav
 
 def scoring(options: argparse.Namespace) -> dict[str, object]:
     """Returns the arguments of `SavedRun.predict` and `evaluate`, but for the interactions and the results."""
-    return {name: getattr(options, name) for name in (*TABLES, "batch_size", "output")}
+    return {name: getattr(options, name) for name in (*TABLES, "batch_size", "output", "memory")}

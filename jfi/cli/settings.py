@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jfi.cli.options import OptionParser
+from jfi.cli.options import MEMORY, OptionParser
 from jfi.training.config import Config
 from jfi.training.config_parser import describe_settings, parse_config
 from jfi.utils.exit_codes import EXIT_CODES
@@ -50,6 +50,7 @@ def parser(command: str) -> OptionParser:
     description = {"train": _TRAIN, "prepare": _PREPARE, "compare": _COMPARE}[command]
     own = OptionParser(prog=f"jfi {command}", usage=usage, description=description)
     {"train": _add_train, "prepare": _add_prepare, "compare": _add_compare}[command](own)
+    own.add_argument("--memory", **MEMORY)
     return own
 
 
@@ -93,8 +94,6 @@ def _add_train(parser: OptionParser) -> None:
 
 def _add_prepare(parser: OptionParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write, must not exist")
-    memory = "most that sorting holds in memory, such as 4GB (default: half of what is free)"
-    parser.add_argument("--memory", metavar="SIZE", help=memory)
     run = "prepare with the config and the vocabularies of this run, so that it can go on with the dataset"
     parser.add_argument("--run", type=Path, help=run)
     verify = "verify the checksums of a dataset; takes no other option"

@@ -24,7 +24,7 @@ def main(config: Config, options: Namespace) -> None:
         for name in ("--data-changed", "--config-changed", "--follow"):
             if name in named:
                 raise ConfigError(f"{name} belongs to --resume")
-        result = train(config)
+        result = train(config, memory=options.memory)
     elif options.follow is not None:
         _follow(options, named, tables)
         return
@@ -32,12 +32,13 @@ def main(config: Config, options: Namespace) -> None:
         others = [
             name
             for name in named
-            if name not in ("--resume", "--data-changed", "--config-changed", *_TABLES, "--data.prepared")
+            if name not in ("--resume", "--data-changed", "--config-changed", "--memory", *_TABLES, "--data.prepared")
         ]
         if others:
             raise ConfigError(f"--resume uses the config of its run; it takes no other option such as {others[0]}")
         changed = {"data_changed": options.data_changed, "config_changed": options.config_changed}
-        result = resume(options.resume, prepared=config.data.prepared, tables=tables, **changed)
+        more = {"prepared": config.data.prepared, "tables": tables, "memory": options.memory}
+        result = resume(options.resume, **more, **changed)
     if os.environ.get("RANK", "0") != "0":  # under torchrun one process prints the result, which all have
         return
     best = f"best epoch {result.best_epoch:.4g} of {result.epochs:.4g}"

@@ -132,7 +132,7 @@ class DataConfig:
             empty label is only part of histories. None means implicit feedback: every row is a positive. The label's
             columns can be user or item columns only if the table `users` or `items` has them. It is the short form of
             `labels: [{name: label, label: RULE}]`.
-        labels: labels that one model predicts at once, in the place of `label`. A row is a sample if it has the first
+        labels: labels that one model predicts at once, in place of `label`. A row is a sample if it has the first
             one that is not auxiliary; where it lacks another, that one counts in no loss or metric.
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
             its positive. Metrics do not read it.
@@ -245,6 +245,11 @@ class DataConfig:
         """`targets()`, and behind them `auxiliary_labels()`."""
         return [*self.targets(), *self.auxiliary_labels()]
 
+    def interaction_settings(self) -> list[str]:
+        """The settings that name the interactions, by split with `split: files`."""
+        names = ["interactions", "validation", "test"] if self.split == "files" else ["interactions"]
+        return [name for name in names if getattr(self, name) is not None]
+
     @property
     def is_implicit(self) -> bool:
         """True if there is no label, so that every row is a positive."""
@@ -279,9 +284,16 @@ class DataConfig:
         is_taken = len(set(made)) < len(made) or not {*self.columns(), *self.crosses()}.isdisjoint(made)
         return [] if is_taken else groups
 
-    def with_statistics(self) -> "DataConfig":
-        """A copy whose `statistics` are the groups that "auto" stands for."""
-        return dataclasses.replace(self, statistics=self.statistics_groups())
+    def resolved(self) -> "DataConfig":
+        """The config with the groups that `statistics: auto` stands for, and their columns as features of contexts."""
+        config = dataclasses.replace(self, statistics=self.statistics_groups())
+        return config.with_context_numbers(config.statistics_columns())
+
+    def with_context_numbers(self, names: list[str]) -> "DataConfig":
+        """A copy whose features include numbers of contexts of these names."""
+        known = self.names("context", "number")
+        features = [FeatureConfig(name, "context", "number") for name in names if name not in known]
+        return dataclasses.replace(self, features=[*self.features, *features])
 
     def statistics_columns(self) -> list[str]:
         """The names of the dense features that `statistics` makes."""
@@ -326,7 +338,7 @@ class DataConfig:
         }
 
     def columns(self, of_interactions: bool = False) -> set[str]:
-        """The names of all columns in use, or of those that no table of users or items has."""
+        """The names of all columns to read, or of those that no table of users or items has."""
         from jfi.data.schema.rules import parse_rule
 
         tables = (("user", self.users), ("item", self.items))
@@ -335,6 +347,7 @@ class DataConfig:
         columns = {self.user, self.item, self.timestamp, *self.label_columns()}
         columns.update(name for name in (*given, None if "item" in apart else self.title) if name is not None)
         columns.update(one.name for one in self.features if not one.cross and one.of not in apart)
+        columns -= set() if self.statistics == "auto" else {*self.statistics_columns()}
         return columns if self.history is None else columns | {*parse_rule(self.history).columns}
 
     def engagement_columns(self) -> list[str]:

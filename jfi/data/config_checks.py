@@ -121,7 +121,7 @@ def _check_roles(config: DataConfig) -> None:
     """Raises DataError if a column has two roles that exclude each other."""
     keys = {name: getattr(config, name) for name in ("user", "item", "timestamp", "split_column")}
     engagement = {name: getattr(config, name) for name in ("dwell", "surface", "session")}
-    rules = {f"labels[{place}]": one.label for place, one in enumerate(config.labels)}
+    rules = {f"labels[{index}]": one.label for index, one in enumerate(config.labels)}
     rules |= {} if config.label is None else {"label": config.label}
     losses = {setting: only_column(label) or parse_rule(label).root for setting, label in rules.items()}
     for roles in (keys | {"weight": config.weight} | losses, keys | engagement):
@@ -163,8 +163,8 @@ def _check_targets(config: DataConfig) -> None:
     if config.labels and config.is_implicit:
         raise DataError("data.labels has auxiliary ones alone; one must not be, for the model to predict")
     names = [one.name for one in config.labels]
-    for place, one in enumerate(config.labels):
-        key = f"data.labels[{place}]"
+    for index, one in enumerate(config.labels):
+        key = f"data.labels[{index}]"
         if not one.name.isidentifier() or not one.name.isascii():
             raise DataError(f"{key}.name is '{one.name}'; it must be of letters, digits and _, a letter first")
         if names.count(one.name) > 1:

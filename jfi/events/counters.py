@@ -1,7 +1,7 @@
-"""Counters of a log as of its end: the rows that questions later than all of them need.
+"""Counters of a log as of its end: the rows that queries later than all of them need.
 
 Of the rows of a key the oldest one, the newest ones and those of the user's last session stay, each with its position
-among all of them, so that the same code answers with the same numbers.
+among all of them, so that the same code computes the same numbers.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,9 @@ import numpy as np
 
 from jfi.events.events import SortedEvents
 from jfi.events.groups import WINDOW
-from jfi.events.point_in_time import Column, PastIndex, Rows
+from jfi.events.point_in_time import KeyColumn, PastIndex, Rows
 
-#: Arrays that make others, and answer questions of the log's own rows alone.
+#: Arrays that make others, and serve queries of the log's own rows alone.
 _LEFT_OUT = ("events", "first", "older", "agreement")
 _OF_USER = "history by user"
 #: The columns of the events of histories that stay.
@@ -27,7 +27,7 @@ def index_of_counters(
     is_implicit: bool,
     sets: dict[Rows, Rows],
 ) -> PastIndex:
-    """Returns the index of a log for questions later than all of its rows, which have the ids of their columns.
+    """Returns the index of a log for queries later than all of its rows, which have the ids of their columns.
 
     Args:
         arrays: of `counters_of`.
@@ -38,21 +38,21 @@ def index_of_counters(
         sets: of the log's index.
 
     Raises:
-        KeyError: `arrays` lacks one that is needed, now or when a question is answered.
+        KeyError: `arrays` lacks one that is needed, now or when a query is computed.
     """
     user, item, time, label = (arrays[f"event {name}"] for name in _EVENTS)
     events = SortedEvents(user, item, time, label, np.zeros(len(user), np.int8))
     none = np.zeros((0, 1), np.int64)
-    columns = {part: Column("item", none, size, part.removeprefix("column ")) for part, size in sizes.items()}
+    columns = {part: KeyColumn("item", none, size, part.removeprefix("column ")) for part, size in sizes.items()}
 
     def refuse(*_: object) -> np.ndarray:
-        raise KeyError("an array that questions need")  # it cannot be made of some rows
+        raise KeyError("an array that queries need")  # it cannot be made of some rows
 
     return PastIndex(events, columns, num_items, num_known, is_implicit, arrays=arrays, new=refuse, sets=sets)
 
 
 def counters_of(index: PastIndex, sessions: Callable[[np.ndarray], np.ndarray] | None = None) -> dict[str, np.ndarray]:
-    """Returns the arrays for `index_of_counters` from those that an index has made for its questions.
+    """Returns the arrays for `index_of_counters` from those that an index has made for its queries.
 
     Args:
         index: of the log.

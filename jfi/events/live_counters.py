@@ -1,9 +1,9 @@
-"""Statistics of a log that grows: events are counted as they come, and questions of now get what training would.
+"""Statistics of a log that grows: events are counted as they come, and queries of now get what training would.
 
-Records of the keys of all users, items, pairs of items and values lie in a store, see `live_records`. A question reads
+Records of the keys of all users, items, pairs of items and values lie in a store, see `live_records`. A query reads
 those of its own keys. An event that comes late is counted from its own time on, in all sums. The surprise in the labels
 of events that came before it, and the pairs of items that these made, stay as they were. A record keeps the newest rows
-of its key, so a question of a time before more than `NEWER_ROWS` of them is answered by those that are left.
+of its key, so a query of a time before more than `NEWER_ROWS` of them reads those that are left.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ import numpy as np
 from jfi.events.events import SortedEvents, event_values
 from jfi.events.live_index import SETS, SURPRISES, Counted, Get, LiveIndex, LiveRows, keys_of, sort_keys
 from jfi.events.live_records import PAIRS, USER_ROWS, KeyedRows, records_with_ends
-from jfi.events.point_in_time import Column, Key, PastIndex, Questions, Rows
+from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries, Rows
 from jfi.events.statistics import StatisticColumns, Statistics
 from jfi.utils.jagged import blocks
 
-#: Rows that are answered or counted together, which bounds memory; rows of one time are answered together.
+#: Rows that are computed or counted together, which bounds memory; so are rows of one time.
 _AT_ONCE = 1 << 13
 #: Keys of a log whose records are made together.
 _KEYS_AT_ONCE = 1 << 16
@@ -42,8 +42,8 @@ class LiveCounters:
         >>> id, is_event = np.full(3, 7, np.uint64), np.ones(3, bool)
         >>> label, time = np.array([1.0, 0.0, 1.0]), np.array([1.0, 5.0, 9.0])
         >>> store |= counters.add(get, LiveRows(id, id, time, label=label, in_history=is_event, order=id))
-        >>> asked = LiveRows(np.full(2, 3, np.uint64), np.array([7, 8], np.uint64), np.full(2, 9.0))
-        >>> np.exp(counters.answers(get, asked)["past_item_count"]) - 1
+        >>> queries = LiveRows(np.full(2, 3, np.uint64), np.array([7, 8], np.uint64), np.full(2, 9.0))
+        >>> np.exp(counters.compute(get, queries)["past_item_count"]) - 1
         array([2., 0.])
     """
 
@@ -62,22 +62,22 @@ class LiveCounters:
         self._groups, self._categories, self._half_lives = groups, categories, half_lives
         self._numbers, self._values = list(numbers), list(values)
         self._counted = Counted({}, columns, window, is_implicit, num_known)
-        #: The sorted rows that questions read, by their names.
+        #: The sorted rows that queries read, by their names.
         self.names = self._counted.names
         self.names.update((one.text, one) for one in self._find_names())
 
     def _find_names(self) -> list[KeyedRows]:
-        """Finds the sorted rows that a question reads, by asking it of a log of two rows."""
+        """Finds the sorted rows that a query reads, by computing one of a log of two rows."""
         zero, one = np.zeros(2, np.int64), np.ones(2, np.float32)
         events = SortedEvents(zero, zero, np.array([0.0, 1.0]), one, zero.astype(np.int8))
         columns, ids = {}, {}
         for name, slots in self._counted.columns.items():
             ids[f"column {name}"] = np.ones((1, slots), np.int64)
-            columns[f"column {name}"] = Column("item", ids[f"column {name}"], 2, name)
+            columns[f"column {name}"] = KeyColumn("item", ids[f"column {name}"], 2, name)
         sums = event_values({name: zero for name in self._numbers}, {name: [zero] for name in self._values})
         known = self._counted.num_known, self._counted.is_implicit
         index = PastIndex(events, columns, 1, *known, sets=SETS, values=sums)
-        self._statistics(index).answers(Questions(zero[:1], np.array([2.0]), zero[:1], ids=ids))
+        self._statistics(index).compute(Queries(zero[:1], np.array([2.0]), zero[:1], ids=ids))
         if "session starts" in index.arrays or any(name.startswith(PAIRS) for name in index.pasts):
             index.past("history", ("user",))
         if any(name.endswith((": item surprise", ": products")) for name in index.arrays):
@@ -98,14 +98,14 @@ class LiveCounters:
         counted = self._counted.window, self._half_lives, self._numbers, self._values
         return Statistics(index, self._groups, self._categories, *counted)
 
-    def answers(self, get: Get, questions: LiveRows) -> StatisticColumns:
-        """Returns by column the statistics `[N]` of questions.
+    def compute(self, get: Get, queries: LiveRows) -> StatisticColumns:
+        """Returns by column the statistics `[N]` of queries.
 
         Args:
             get: reads records by key.
-            questions: users, candidates and times.
+            queries: users, candidates and times.
         """
-        return _joined([self._answers(index) for index in self._indices(get, questions, {})])
+        return _joined([self._compute(index) for index in self._indices(get, queries, {})])
 
     def add(self, get: Get, events: LiveRows) -> dict[bytes, bytes]:
         """Counts events, and returns the records that have changed, by key."""
@@ -114,21 +114,21 @@ class LiveCounters:
             changes |= index.changes()
         return changes
 
-    def answer_and_add(self, get: Get, events: LiveRows) -> tuple[StatisticColumns, dict[bytes, bytes]]:
+    def compute_and_add(self, get: Get, events: LiveRows) -> tuple[StatisticColumns, dict[bytes, bytes]]:
         """Counts events; returns the statistics of each as of its own time, and the records that have changed.
 
         Args:
             get: reads records by key.
             events: in the order of their times.
         """
-        answers, changes = [], {}
+        parts, changes = [], {}
         for index in self._indices(get, events, changes):
-            answers.append(self._answers(index))
+            parts.append(self._compute(index))
             changes |= index.changes()
-        return _joined(answers), changes
+        return _joined(parts), changes
 
-    def _answers(self, index: LiveIndex) -> StatisticColumns:
-        return self._statistics(index.index()).answers(index.questions)
+    def _compute(self, index: LiveIndex) -> StatisticColumns:
+        return self._statistics(index.index()).compute(index.queries)
 
     def _indices(self, get: Get, rows: LiveRows, changes: dict[bytes, bytes]) -> Iterator[LiveIndex]:
         """Yields the index of a block of rows after the other; `changes` has what the blocks before have changed."""

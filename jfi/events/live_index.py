@@ -1,7 +1,7 @@
 """Rows of a log that grows, and the records of their keys as the arrays of a PastIndex.
 
-So training's functions answer questions, and say how surprising the labels of events are. The rows that are given are
-read together; those that are events count in all questions that are later than they.
+So training's functions compute queries, and say how surprising the labels of events are. The rows that are given are
+read together; those that are events count in all queries that are later than they.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from jfi.events.live_records import (
     DIGEST_BYTES,
     PAIRS,
     USER_ROWS,
-    Added,
+    AddedRows,
     KeyedRows,
     add_rows,
     empty_record,
@@ -23,7 +23,7 @@ from jfi.events.live_records import (
     sessions_of,
 )
 from jfi.events.past import Past
-from jfi.events.point_in_time import Key, PastIndex, Questions, Rows, Tallies
+from jfi.events.point_in_time import Key, PastIndex, Queries, Rows, Tallies
 from jfi.utils.errors import InputError
 from jfi.utils.jagged import blocks, ranges
 
@@ -39,13 +39,13 @@ SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history")}
 
 @dataclass(frozen=True)
 class LiveRows:
-    """N users, items and times: questions, or events, which have labels. Ids are digests of texts, uint64, not 0.
+    """N users, items and times: queries, or events, which have labels. Ids are digests of texts, uint64, not 0.
 
     Args:
         user, item: `[N]` ids.
         time: `[N]` seconds.
         values: by categorical column of the item the ids `[N, K]` of its values, 0 for none.
-        label: `[N]` 0 or 1, NaN for none; None for questions.
+        label: `[N]` 0 or 1, NaN for none; None for queries.
         in_history: `[N]` bool, whether they are events of histories.
         order: `[N]` uint64, by which a user's events of one time are sorted.
         session: `[N]` ids, 0 for none; None without a column of sessions.
@@ -103,7 +103,7 @@ class LiveIndex:
     Args:
         counted: settings of the counters.
         get: reads records by key; it is called twice.
-        rows: questions or events.
+        rows: queries or events.
     """
 
     def __init__(self, counted: Counted, get: Get, rows: LiveRows) -> None:
@@ -128,8 +128,8 @@ class LiveIndex:
             given = rows.values.get(name, np.zeros((len(rows), slots), np.uint64))
             self._digests[f"column {name}"] = _distinct(given.ravel(), np.zeros(1, np.uint64))
             ids[f"column {name}"] = np.searchsorted(self._digests[f"column {name}"], given)
-        #: The rows as questions.
-        self.questions = Questions(user, rows.time, item, ids=ids)
+        #: The rows as queries.
+        self.queries = Queries(user, rows.time, item, ids=ids)
         self._pairs, window = None, np.zeros(0, np.int64)
         if USER_ROWS in counted.names:
             window = self._read_windows()
@@ -170,7 +170,7 @@ class LiveIndex:
         begin = 0
         for text, own in keys.items():
             found, begin, dtype = values[begin : begin + len(own)], begin + len(own), self._counted.names[text].dtype
-            if not self._columns and text != USER_ROWS:  # what is not there answers no question
+            if not self._columns and text != USER_ROWS:  # no query reads what is not there
                 there = [number for number, value in enumerate(found) if value is not None]
                 found, numbers[text] = [found[number] for number in there], numbers[text][there]
             if any(value is not None and len(value) % dtype.itemsize for value in found):
@@ -199,12 +199,12 @@ class LiveIndex:
         codes, rows = _codes(entries, self._times)
         moment = np.searchsorted(self._times, self._rows.time)
         past = Past(codes, len(self._times), np.zeros(0, np.int64))
-        newest = past.older(self.questions.user, moment).newest(self._counted.window)
+        newest = past.older(self.queries.user, moment).newest(self._counted.window)
         #: Of each pair the row, and the index of the other event among all of the users.
         self._pair_row = np.repeat(np.arange(len(moment)), newest.count)
         self._pair_event = ranges(newest.first, newest.count)
         items = np.searchsorted(self._digests["item"], rows["item"])
-        one, other = self.questions.item[self._pair_row], items[self._pair_event]
+        one, other = self.queries.item[self._pair_row], items[self._pair_event]
         self._pair_number = np.minimum(one, other) * len(self._digests["item"]) + np.maximum(one, other)
         return _distinct(other)
 
@@ -226,9 +226,9 @@ class LiveIndex:
     def _find_surprises(self) -> None:
         """Finds how far labels are above what the rows before them let expect."""
         self._entries = {text: self._added_to(text) for text in SURPRISES}
-        asked = Tallies(self._index_of({text: one for text, (one, _) in self._entries.items()}), self.questions)
-        self._columns["item surprise"] = np.nan_to_num(self._rows.label - asked.item_rate)
-        self._columns["surprise"] = np.nan_to_num(np.rint((self._rows.label - asked.expected) * 1024) / 1024)
+        tallies = Tallies(self._index_of({text: one for text, (one, _) in self._entries.items()}), self.queries)
+        self._columns["item surprise"] = np.nan_to_num(self._rows.label - tallies.item_rate)
+        self._columns["surprise"] = np.nan_to_num(np.rint((self._rows.label - tallies.expected) * 1024) / 1024)
         for text in SURPRISES:
             if "item surprise" in self._counted.names[text].sums:  # it is made again, with them
                 del self._entries[text]
@@ -236,7 +236,7 @@ class LiveIndex:
     def _row_keys(self, name: KeyedRows) -> np.ndarray:
         """`[N, K]` int64, the numbers of the keys of the rows, -1 for none."""
         if name.key not in self._of_rows:
-            self._of_rows[name.key] = self._index_of({}).keys(name.key, self.questions)
+            self._of_rows[name.key] = self._index_of({}).keys(name.key, self.queries)
         return self._of_rows[name.key]
 
     def _added_rows(self, name: KeyedRows) -> tuple[np.ndarray, np.ndarray]:
@@ -255,7 +255,7 @@ class LiveIndex:
         name, at, key = self._counted.names[text], np.zeros(0, np.int64), np.zeros(0, np.int64)
         if self._columns:
             at, key = self._added_rows(name)
-        added = Added(key, self._rows.time[at], lambda one: self._columns[one][at])
+        added = AddedRows(key, self._rows.time[at], lambda one: self._columns[one][at])
         return add_rows(name, self._old[text], added, self._times)
 
     def _added_pairs(self) -> tuple[np.ndarray, np.ndarray]:
@@ -267,7 +267,7 @@ class LiveIndex:
             key = np.searchsorted(self._numbers[self._pairs.text], self._pair_number[is_event])
         entries = self._entries[USER_ROWS][0]
         surprise = entries["surprise"][np.isfinite(entries["time"])]
-        products = Added(key, self._rows.time[at], lambda _: self._columns["surprise"][at] * surprise[event])
+        products = AddedRows(key, self._rows.time[at], lambda _: self._columns["surprise"][at] * surprise[event])
         return add_rows(self._pairs, self._old[self._pairs.text], products, self._times)
 
     def _index_of(self, entries: Mapping[str, np.ndarray]) -> PastIndex:

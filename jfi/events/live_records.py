@@ -1,4 +1,4 @@
-"""Records of a log that grows: of each key of one set of rows the rows that questions of now need.
+"""Records of a log that grows: of each key of one set of rows the rows that queries of now need.
 
 A record has rows of one key, such as an item's of the set "labeled by item", oldest first: the oldest one, the newest
 ones, and for a user's keys the first one of the last session. Each has its time, the number of rows of the key before
@@ -13,17 +13,17 @@ from functools import cached_property
 
 import numpy as np
 
+from jfi.events.events import PAUSE
 from jfi.events.groups import WINDOW
 from jfi.events.past import Past
 from jfi.events.point_in_time import Key
-from jfi.events.sessions import PAUSE
 from jfi.utils.jagged import ranges
 
 #: Names of sorted rows: those of a user's record of events, and the beginning of that of pairs of items.
 USER_ROWS, PAIRS = "history by user", "pairs of "
 #: Bytes of the prefix of a record's key, and of the digest of an id or a value.
 PREFIX_BYTES, DIGEST_BYTES = 5, 8
-#: A question is answered exactly if no more rows of a user, or of another key, are as new as itself or newer.
+#: A query is computed exactly if no more rows of a user, or of another key, are as new as itself or newer.
 NEWER_ROWS = 8
 #: The newest rows of a key that stay: of a user, of a user and an item, of a pair, of an item, and of all rows.
 _KEPT = {"user": WINDOW + NEWER_ROWS, "user x item": 3 + NEWER_ROWS, "pairs": NEWER_ROWS, "item": NEWER_ROWS}
@@ -84,7 +84,7 @@ def empty_record(dtype: np.dtype) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedRows:
     """Rows that are added to the records of K keys.
 
     Args:
@@ -98,7 +98,7 @@ class Added:
     values: Callable[[str], np.ndarray]
 
 
-def add_rows(name: KeyedRows, old: np.ndarray, added: Added, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def add_rows(name: KeyedRows, old: np.ndarray, added: AddedRows, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the entries of K records with further rows, none of them dropped, and where they are from.
 
     Of equal times the old rows come first; in a user's records all are in the order of items.
@@ -142,7 +142,7 @@ def add_rows(name: KeyedRows, old: np.ndarray, added: Added, times: np.ndarray) 
 def _add_decayed(
     name: KeyedRows,
     old: np.ndarray,
-    added: Added,
+    added: AddedRows,
     merged: tuple[np.ndarray, np.ndarray, np.ndarray],
     found: np.ndarray,
 ) -> None:

@@ -14,11 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from jfi.events.events import index_type
+from jfi.events.events import New, index_type
 from jfi.utils.jagged import blocks
 
-#: Gives by length and type an array to write to.
-New = Callable[[int, np.dtype | type], np.ndarray]
 #: Gives the values of rows `[n]`, which are numbered as those of `Past.sort`.
 Values = Callable[[np.ndarray], np.ndarray]
 
@@ -48,7 +46,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Older:
-    """Ranges of sorted rows, one for each of B questions.
+    """Ranges of sorted rows, one for each of B queries.
 
     Args:
         first, end: `[B]` int64.

@@ -1,10 +1,10 @@
 """Point-in-time features of users and items: counts, labels, ages and sessions from strictly older rows.
 
-A question is an event and a target. The event gives the user, the time and the context; the target is the event's own
+A query is an event and a target. The event gives the user, the time and the context; the target is the event's own
 item, or another one, such as a sampled negative. Its past are all rows with an earlier time, of any user and in any
 split, with their labels. Rows of its own time are not in it, so that neither is the event itself.
 
-`PastIndex` has the rows sorted by key and time, and prefix sums over them; `Tallies` looks up questions. Sets of rows
+`PastIndex` has the rows sorted by key and time, and prefix sums over them; `Tallies` looks up queries. Sets of rows
 that are counted:
 
     labeled             rows with a label; of implicit feedback all rows
@@ -21,9 +21,8 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.events.events import EventValues, SortedEvents, index_type
-from jfi.events.past import New, Older, Past, Tally, moments_of
-from jfi.events.sessions import PAUSE, session_starts
+from jfi.events.events import PAUSE, EventValues, New, SortedEvents, index_type, session_starts
+from jfi.events.past import Older, Past, Tally, moments_of
 from jfi.utils.encoding import UNKNOWN
 from jfi.utils.jagged import blocks
 
@@ -36,7 +35,7 @@ _AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Column:
+class KeyColumn:
     """A categorical column of items, users or events.
 
     Args:
@@ -53,7 +52,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Questions:
+class Queries:
     """B users, times and targets whose past is looked up.
 
     Args:
@@ -91,7 +90,7 @@ class PastIndex:
     def __init__(
         self,
         events: SortedEvents,
-        columns: dict[str, Column],
+        columns: dict[str, KeyColumn],
         num_items: int,
         num_known: int,
         is_implicit: bool,
@@ -130,7 +129,7 @@ class PastIndex:
         return {"history": "history", "labeled": "history" if self.events.rows is None and are_labeled else "labeled"}
 
     def stored_arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that answer questions; the others are needed to make arrays alone."""
+        """Returns the arrays that queries need; the others are needed to make arrays alone."""
         ends = ("times", "session starts", ": codes", ": keys", *(f": {one}" for one in self.values))
         return {name: one for name, one in self.arrays.items() if name.endswith(ends) or ": rows by " in name}
 
@@ -177,7 +176,7 @@ class PastIndex:
     def _keyed(self, rows: Rows, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yields the keys, the moments and the events of a set of rows, as `Past.sort` takes them."""
         for events in self.rows(rows):
-            keys = self.keys(key, self.questions(events))
+            keys = self.keys(key, self.queries(events))
             index, _ = kept = np.nonzero(keys >= 0)
             yield keys[kept], self.moment(events)[index], events[index].astype(index_type(len(self.events)))
 
@@ -220,50 +219,50 @@ class PastIndex:
         found = self.new(len(self.events), np.float64)
         found[:] = 0.0
         for events in self.rows("labeled"):
-            found[events] = self.events.label[events] - expected(Tallies(self, self.questions(events)))
+            found[events] = self.events.label[events] - expected(Tallies(self, self.queries(events)))
         return found
 
-    def questions(self, events: np.ndarray, item: np.ndarray | None = None) -> Questions:
-        """Returns the questions of events, `[B]` int64, with other targets `[B]` int64 or None for their own items."""
+    def queries(self, events: np.ndarray, item: np.ndarray | None = None) -> Queries:
+        """Returns the queries of events, `[B]` int64, with other targets `[B]` int64 or None for their own items."""
         of = self.events
         item = of.item[events] if item is None else item
-        return Questions(of.user[events].astype(np.int64), of.time[events], item.astype(np.int64), events)
+        return Queries(of.user[events].astype(np.int64), of.time[events], item.astype(np.int64), events)
 
-    def keys(self, key: Key, questions: Questions) -> np.ndarray:
-        """`[n, K]` int64, the keys of questions, -1 for none; of a user's rows "user" is the first part."""
-        found = np.zeros((len(questions.item), 1), np.int64)
+    def keys(self, key: Key, queries: Queries) -> np.ndarray:
+        """`[n, K]` int64, the keys of queries, -1 for none; of a user's rows "user" is the first part."""
+        found = np.zeros((len(queries.item), 1), np.int64)
         for part in key:
-            values, size = self._values(part, questions)
+            values, size = self._values(part, queries)
             found = np.where((found < 0) | (values < 0), -1, found * size + values)
         return found
 
-    def _values(self, part: str, asked: Questions) -> tuple[np.ndarray, int]:
+    def _values(self, part: str, queries: Queries) -> tuple[np.ndarray, int]:
         if part == "item":
-            return asked.item[:, None], self.num_items
+            return queries.item[:, None], self.num_items
         if part == "user":
-            return asked.user[:, None], 1
+            return queries.user[:, None], 1
         column = self.columns[part]
-        if part in asked.ids:
-            ids = asked.ids[part]
+        if part in queries.ids:
+            ids = queries.ids[part]
         else:
-            ids = column.ids[{"item": asked.item, "user": asked.user, "event": asked.events}[column.of]]
+            ids = column.ids[{"item": queries.item, "user": queries.user, "event": queries.events}[column.of]]
         return np.where(ids == UNKNOWN, -1, ids), column.size
 
 
 class Tallies:
-    """The tallies of B questions; each is made when it is first read.
+    """The tallies of B queries; each is made when it is first read.
 
     Args:
         index: of the dataset.
-        questions: the questions.
+        queries: the queries.
     """
 
-    def __init__(self, index: PastIndex, questions: Questions) -> None:
-        self.index, self.questions, self.seconds = index, questions, questions.seconds
-        if questions.events is None:
-            self.moment = np.searchsorted(index.times, questions.seconds)
+    def __init__(self, index: PastIndex, queries: Queries) -> None:
+        self.index, self.queries, self.seconds = index, queries, queries.seconds
+        if queries.events is None:
+            self.moment = np.searchsorted(index.times, queries.seconds)
         else:
-            self.moment = index.moment(questions.events)
+            self.moment = index.moment(queries.events)
         self._keys: dict[Key, np.ndarray] = {}
         self._older: dict[str, list[Older]] = {}
 
@@ -276,9 +275,9 @@ class Tallies:
         return self._older[name]
 
     def keys(self, key: Key) -> np.ndarray:
-        """`[B, K]` int64, the keys of the questions, -1 for none."""
+        """`[B, K]` int64, the keys of the queries, -1 for none."""
         if key not in self._keys:
-            self._keys[key] = self.index.keys(key, self.questions)
+            self._keys[key] = self.index.keys(key, self.queries)
         return self._keys[key]
 
     def num_rows(self, rows: Rows, key: Key = ()) -> np.ndarray:

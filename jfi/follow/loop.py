@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from jfi.data import DataSchema, InteractionDataset
-from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.batch import Arrays
 from jfi.data.batches.dataset import Batches
 from jfi.events.events import SortedEvents
 from jfi.follow.parts import Part

@@ -16,12 +16,11 @@ from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.io.arrays import TEXT, TEXTS, has_values, is_list, is_text
 from jfi.data.io.blocks import DROP
 from jfi.data.io.paths import find_layout
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import raw_columns
 from jfi.data.prepared.summary import date_of
-from jfi.data.schema.labels import read_labels
-from jfi.data.schema.rules import only_column, parse_rule
+from jfi.data.schema.rules import only_column, parse_rule, read_labels
 
 #: The column that tells whether a row is an event of histories.
 IN_HISTORY = "jfi: in history"
@@ -67,7 +66,7 @@ class Records:
         fields = [(config.item, TEXT), (config.timestamp, pa.float64()), (IN_HISTORY, pa.int8()), (LABELED, pa.int8())]
         self.schema = pa.schema([*fields, *zip([name for name, _, _ in self.columns], kinds, strict=True)])
 
-    def read(self, table: Table) -> tuple[pa.Array, pa.Table]:
+    def read(self, table: SourceRows) -> tuple[pa.Array, pa.Table]:
         """Returns the users of rows and what records keep of these, with times in seconds.
 
         Raises:
@@ -101,7 +100,7 @@ class Records:
             columns.append(values)
         return users, pa.Table.from_arrays(columns, schema=self.schema)
 
-    def contents(self, table: Table) -> dict[str, str]:
+    def contents(self, table: SourceRows) -> dict[str, str]:
         """Returns by column what it holds, such as "numbers": equal for types that are read to the same values.
 
         A column without values is left out; `ANY` is one of a text file, whose types are not known.

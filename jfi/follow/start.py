@@ -17,7 +17,6 @@ import torch
 
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import find_files
-from jfi.data.prepared.stages.read import column_settings
 from jfi.follow.loop import Follower, Hook, LogPlace
 from jfi.follow.parts import Part, PartFolder, Parts, RefusedPart
 from jfi.follow.publishing import publishing
@@ -157,8 +156,9 @@ class _Following:
         self.run, self._parts, self._seconds, self._clock = run, parts, checkpoint_seconds, clock
         self._config, self._folder, self._drawn = config, run.path / "follow", clock()
         self._log = self._folder / "metrics.jsonl"
-        schema, settings = load_schema(run), column_settings(config.data)
-        policy = load_policy(own_policy(run, config).data)
+        schema, settings = load_schema(run), config.data.resolved()
+        named = own_policy(run, config).data.policy
+        policy = None if named is None else load_policy(named)
         self._reading = Reading(settings, schema, policy, late_seconds)
         #: Folder for parts that are refused, see `follow`, and their number.
         self.refused_to: Path | None = None

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
-from jfi.data.prepared.stages.read import column_settings, open_tables
+from jfi.data.prepared.stages.read import open_tables
 from jfi.follow.records import ANY, Records, number_users
 from jfi.serving.counters import CountersError, LogCounters
 from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
@@ -133,7 +133,7 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
     Raises:
         DataError: the run's interactions are missing or malformed.
     """
-    settings = column_settings(config)
+    settings = config.resolved()
     records, counters = Records(settings, schema), _counters(settings, schema)
     if not folder.exists():
         with writing_folder(folder) as unfinished, closing(LmdbStore(unfinished, create=True)) as store:
@@ -181,7 +181,7 @@ def _fill(store: Store, records: Records, config: DataConfig) -> None:
             continue
         for name, what in records.contents(table).items():
             types[name] = what if types.get(name, what) == what else ANY
-        newest = max(newest, float(np.max(rows[column_settings(config).timestamp].to_numpy())))
+        newest = max(newest, float(np.max(rows[config.resolved().timestamp].to_numpy())))
         store.put(records.merged(users, records.of(store.get, users), (user, rows)))
     store.put([(_PLACE, _encoded(StatePlace("", newest, types)))])
 

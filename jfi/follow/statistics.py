@@ -43,10 +43,10 @@ class CountedRows:
         order = np.argsort(raw.events.time[rows], kind="stable")
         rows = rows[order].astype(np.int64)
         events = replace(self._events(raw, ids, rows), is_counted=self._is_counted[of_part[order]])
-        answers, changes = self._counters.live.answer_and_add(self._overlay.get, events)
+        found, changes = self._counters.live.compute_and_add(self._overlay.get, events)
         self._overlay.put(changes.items())
         columns = {}
-        for number, (name, values) in enumerate(answers.items()):
+        for number, (name, values) in enumerate(found.items()):
             columns[name] = raw.new(f"statistics-{number}", np.float64, len(raw.events))
             columns[name][rows] = values
         return columns

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import as_text, type_name
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.schema.schema import CODEC
 from jfi.data.schema.semantic_ids import read_sids
 from jfi.semantic_ids.codec import Codec, Progress
@@ -46,7 +46,7 @@ def fit_catalogue(
     folder: Path,
     codec: Codec,
     content: Content,
-    table: Table,
+    table: SourceRows,
     device: str,
     options: dict,
     title: str,
@@ -103,7 +103,7 @@ def load_catalogue(folder: Path, options: dict) -> tuple[Codec, Content]:
 
 
 def add_items(
-    table: Table, column: str, path: Path, codec: Codec, content: Content, progress: Progress | None = None
+    table: SourceRows, column: str, path: Path, codec: Codec, content: Content, progress: Progress | None = None
 ) -> Added:
     """Returns the IDs of a file, unchanged, and those of the items of a table that the file lacks.
 
@@ -134,7 +134,7 @@ def _texts(items: pa.Array) -> pa.Array:
     return as_text(items).cast(pa.large_string())
 
 
-def _in_type(kind: pa.DataType, path: Path, table: Table, column: str, rows: np.ndarray) -> pa.Array:
+def _in_type(kind: pa.DataType, path: Path, table: SourceRows, column: str, rows: np.ndarray) -> pa.Array:
     """Returns the items of some rows in the type of a file, where their texts must be the same."""
     items = table.column(column).take(pa.array(rows))
     texts = _texts(items)

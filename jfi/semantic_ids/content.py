@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list, is_text, text_lists, type_name
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.semantic_ids.tensor_file import read_tensors, write_tensors
 
 _FORMAT = "jfi content 2"
@@ -58,7 +58,7 @@ class Content:
         """The columns of the sources, in their order."""
         return [*self.texts, *self.embeddings]
 
-    def learn(self, table: Table) -> None:
+    def learn(self, table: SourceRows) -> None:
         """Takes the words, widths and categories of a catalogue.
 
         Raises:
@@ -75,7 +75,7 @@ class Content:
             if not self.categories[name]:
                 raise DataError(f"{table.name}: no two rows have the same '{name}', so it cannot be a label")
 
-    def sources(self, table: Table) -> list[Tensor]:
+    def sources(self, table: SourceRows) -> list[Tensor]:
         """The sources, `[N, D_i]` float32 each; a row is NaN where the item has no such content.
 
         A text has no content if it has none of the words that `learn` found.
@@ -86,7 +86,7 @@ class Content:
         texts = [_embed(_texts(table, name), self.by_text[name]) for name in self.texts]
         return texts + [torch.from_numpy(_lists(table, name, self.widths[name])) for name in self.embeddings]
 
-    def labels(self, table: Table) -> dict[str, Tensor]:
+    def labels(self, table: SourceRows) -> dict[str, Tensor]:
         """The labels, `[N]` int64 each; -1 where a value is missing, or `learn` has not found it twice."""
         found = {}
         for name, values in self.categories.items():
@@ -128,7 +128,7 @@ class Content:
         return made
 
 
-def _texts(table: Table, name: str) -> list[str]:
+def _texts(table: SourceRows, name: str) -> list[str]:
     """A column of texts, or of lists of texts, which are joined; "" where empty."""
     column = table.column(name)
     if is_list(column.type) and is_text(column.type.value_type):
@@ -144,7 +144,7 @@ def _vectorizer(**settings: object):
     return TfidfVectorizer(sublinear_tf=True, **settings)
 
 
-def _learn_text(table: Table, name: str, width: int, seed: int) -> TextEmbedding:
+def _learn_text(table: SourceRows, name: str, width: int, seed: int) -> TextEmbedding:
     texts = _texts(table, name)
     vectorizer = _vectorizer(max_features=_MOST_WORDS)
     try:
@@ -175,7 +175,7 @@ def _embed(texts: Sequence[str], embedding: TextEmbedding) -> Tensor:
     return torch.from_numpy(np.divide(rows, lengths, out=np.full_like(rows, np.nan), where=lengths > 0))
 
 
-def _lists(table: Table, name: str, width: int | None) -> np.ndarray:
+def _lists(table: SourceRows, name: str, width: int | None) -> np.ndarray:
     """`[N, width]` float32 of a column of lists, NaN where a list is missing or empty; without a width the first's."""
     column = table.column(name)
     if not is_list(column.type):
@@ -190,7 +190,7 @@ def _lists(table: Table, name: str, width: int | None) -> np.ndarray:
         raise DataError(f"{table.name}: column '{name}' has no list with numbers")
     expected = int(counts[filled[0]]) if width is None else width
     for row in filled[counts[filled] != expected][:1].tolist():
-        other = f"that of {table.place(int(filled[0]))}" if width is None else "the codec's"
+        other = f"that of {table.location(int(filled[0]))}" if width is None else "the codec's"
         raise table.fault(row, f"'{name}' has {counts[row]} numbers, and {other} has {expected}")
     try:
         values = column.flatten().cast(pa.float64())

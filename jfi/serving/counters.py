@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from jfi.events.counters import index_of_counters
-from jfi.events.point_in_time import Questions
+from jfi.events.point_in_time import Queries
 from jfi.events.statistics import Statistics
 from jfi.serving.artifact import PAST, PAST_IDS
 from jfi.serving.schema import PastFields
@@ -111,10 +111,10 @@ class RequestStatistics:
         """
         until = np.nextafter(self.fields.until, np.inf)
         seconds = max(time.time() if now is None else now, until)
-        asked = Questions(
+        queries = Queries(
             np.repeat(self._users.ids([user]) - 1, len(items)),
             np.full(len(items), seconds),
             self._items.ids(items) - 1,
             ids={f"column {name}": ids[column.key] for name, column in self.fields.columns.items()},
         )
-        return self._statistics.answers(asked)
+        return self._statistics.compute(queries)

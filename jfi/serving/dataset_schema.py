@@ -8,7 +8,6 @@ from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
 from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.stages.columns import SECONDS
-from jfi.data.prepared.stages.read import column_settings
 from jfi.events.counters import counters_of
 from jfi.events.groups import NUM_VALUES, SESSIONS
 from jfi.serving.counters import LogCounters, PastIds, RequestStatistics
@@ -46,7 +45,7 @@ def schema_of(
         reads_age: whether the model reads the bucket of the events' age.
         reads_item: whether the model reads the ids of items.
     """
-    config, policy = column_settings(config), None
+    config, policy = config.resolved(), None
     if config.policy is not None and reads_history:
         policy = PolicyFields(config.dwell, config.surface, config.session, SECONDS[config.dwell_unit])
     if not reads_item:
@@ -115,7 +114,7 @@ def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
         config: the section `data` of a run with `data.statistics`.
         schema: of the run.
     """
-    config = column_settings(config)
+    config = config.resolved()
     item = next(one for one in schema.features if one.key == schema.item_key)
     slots: dict[str, list] = {}
     for one in schema.features:

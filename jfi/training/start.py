@@ -25,7 +25,12 @@ from jfi.training.run.warm_start import check_warm_start
 from jfi.utils.files import absolute_path
 
 
-def train(config: Config, dataset: InteractionDataset | None = None, logger: Logger | None = None) -> Result:
+def train(
+    config: Config,
+    dataset: InteractionDataset | None = None,
+    logger: Logger | None = None,
+    memory: str | None = None,
+) -> Result:
     """Trains a new run in `config.training.run_dir`.
 
     Under torchrun, which restarts the command after a process has died, it continues the run of an equal config there.
@@ -35,6 +40,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
         dataset: the dataset of `config.data`, if it is loaded already.
         logger: gets the config and the metrics, in the place of the one that `training.logger` names: any object with
             the three methods of `jfi.training.run.logger.Logger`, such as a logger of Lightning.
+        memory: most that sorting tables holds in memory, such as "4GB"; None is half of what is free.
 
     Raises:
         ConfigError, DataError: a fault in the config or the data; nothing has been written.
@@ -54,10 +60,10 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
             run, config = RunFolder.open(run_dir, {name: getattr(config.data, name) for name in FILES})
             with writing_run(run.path, world):
                 world.on_first(lambda: check_config(run, config))
-                return _continue(run, config, world, "refuse", logger=logger)
+                return _continue(run, config, world, "refuse", logger=logger, memory=memory)
         config = world.on_first(lambda: _check_before_reading(config))
         if dataset is None:
-            dataset = load_shared(config.data, world)
+            dataset = load_shared(config.data, world, memory=memory)
             if world.is_first and dataset.summary is not None:
                 print(dataset.summary, flush=True)
         _check_weights(config, dataset)
@@ -78,6 +84,7 @@ def resume(
     data_changed: DataChanged = "refuse",
     config_changed: Literal["refuse", "accept"] = "refuse",
     logger: Logger | None = None,
+    memory: str | None = None,
 ) -> Result:
     """Continues the run in `run_dir` from its last complete checkpoint, or from the start if there is none.
 
@@ -94,7 +101,7 @@ def resume(
         data_changed: "refuse" raises an error if rows, values or splits are not those that the run was started with;
             "accept" goes on with the data as it is now. A value that the run does not know counts as unknown.
         config_changed: whether to go on if config.yaml was changed since the checkpoint, with what it says now.
-        logger: as of `train`.
+        logger, memory: as of `train`.
 
     Raises:
         ConfigError, DataError: as `train`; also if `run_dir` is not a run folder, or is a damaged one, if the data or
@@ -113,9 +120,9 @@ def resume(
             if world.on_first(lambda: last_progress(run)[1].follow):
                 raise ConfigError(f"--resume {run.path}: the run follows a log; go on with --follow FOLDER")
             if prepared is None:
-                return _continue(run, config, world, data_changed, logger=logger)
+                return _continue(run, config, world, data_changed, logger=logger, memory=memory)
             config = _with_prepared(run, config, prepared)
-            dataset = load_data(run, config, world, data_changed)
+            dataset = load_data(run, config, world, data_changed, memory)
             world.on_first(lambda: save_config(config, run.config))
             return _continue(run, config, world, data_changed, dataset, logger)
 
@@ -193,8 +200,9 @@ def _continue(
     data_changed: DataChanged,
     dataset: InteractionDataset | None = None,
     logger: Logger | None = None,
+    memory: str | None = None,
 ) -> Result:
-    dataset = dataset or load_data(run, config, world, data_changed)
+    dataset = dataset or load_data(run, config, world, data_changed, memory)
     # A run that was killed before its first checkpoint begins as a new one does.
     begins = world.on_first(lambda: latest_checkpoint(run.checkpoints) is None)
     trainer = Trainer(config, dataset, world, config.training.warm_start if begins else None)

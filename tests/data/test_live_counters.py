@@ -11,7 +11,7 @@ from jfi.events.events import EventValues, SortedEvents, event_values
 from jfi.events.groups import GROUPS
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import LiveRows
-from jfi.events.point_in_time import Column, PastIndex, Questions
+from jfi.events.point_in_time import KeyColumn, PastIndex, Queries
 from jfi.events.statistics import StatisticColumns, Statistics
 
 USERS, ITEMS, WINDOW = 5, 12, 8
@@ -82,20 +82,20 @@ class Log:
         histories = None if self.in_history[rows].all() else np.flatnonzero(self.in_history[rows])
         label, split = self.label[rows].astype(np.float32), np.zeros(len(rows), np.int8)
         events = SortedEvents(user, self.item[rows], self.time[rows], label, split, histories)
-        columns = {"column tags": Column("item", self.tags, 6, "tags")}
+        columns = {"column tags": KeyColumn("item", self.tags, 6, "tags")}
         session = None if self.session is None else np.where(self.session[rows] == 0, -1 - rows, self.session[rows])
         known_values = {"values": self.values_of(rows)}
         return PastIndex(events, columns, ITEMS, ITEMS, self.is_implicit, session, **known_values), known
 
-    def answers(self, rows: np.ndarray, user: int, now: float) -> StatisticColumns:
+    def compute(self, rows: np.ndarray, user: int, now: float) -> StatisticColumns:
         """What training computes for all items."""
         index, known = self.index(rows)
-        asked = Questions(
+        queries = Queries(
             np.full(ITEMS, known[user]), np.full(ITEMS, now), np.arange(ITEMS), ids={"column tags": self.tags}
         )
-        return Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).answers(asked)
+        return Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).compute(queries)
 
-    def question(self, user: int, now: float) -> LiveRows:
+    def query(self, user: int, now: float) -> LiveRows:
         items = np.arange(ITEMS)
         of = digests(b"u", np.full(ITEMS, user)), digests(b"i", items), np.full(ITEMS, now)
         return LiveRows(*of, {"tags": self.values(items)})
@@ -134,8 +134,8 @@ def test_events_one_by_one(is_implicit, seed):
         if row % 23 == 5:
             for now in (log.time[row], log.time[row] + 0.5, log.time[row] + 2000.0):  # at its own time it is not older
                 user = int(rng.integers(0, USERS + 1))
-                found = counted.live.answers(counted.get, log.question(user, float(now)))
-                check(found, log.answers(np.arange(row + 1), user, float(now)))
+                found = counted.live.compute(counted.get, log.query(user, float(now)))
+                check(found, log.compute(np.arange(row + 1), user, float(now)))
 
 
 @pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
@@ -145,7 +145,7 @@ def test_events_are_answered_as_of_their_own_times(is_implicit, size, monkeypatc
     monkeypatch.setattr(live_counters, "_AT_ONCE", size)
     log = Log.draw(is_implicit, 7)
     counted, rows = Counted(log), np.arange(300)
-    found, changes = counted.live.answer_and_add(counted.get, log.events(rows))
+    found, changes = counted.live.compute_and_add(counted.get, log.events(rows))
     order = np.lexsort((log.item, log.time, log.user))
     wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).of(rows)
     check({name: one[order] for name, one in found.items()}, wanted)
@@ -167,7 +167,7 @@ def test_events_of_one_time_do_not_see_each_other(is_implicit, monkeypatch):
         log, user=log.user[order], item=log.item[order], label=log.label[order], in_history=log.in_history[order]
     )
     counted = Counted(log)
-    found, _ = counted.live.answer_and_add(counted.get, log.events(rows))
+    found, _ = counted.live.compute_and_add(counted.get, log.events(rows))
     order = np.lexsort((log.item, log.time, log.user))
     wanted = Statistics(log.index(rows)[0], list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).of(rows)
     check({name: one[order] for name, one in found.items()}, wanted)
@@ -182,8 +182,8 @@ def test_an_event_without_a_session_is_one_of_its_own(size):
         counted.add(log.events(np.arange(begin, begin + size)))
         now = float(log.time[begin + size - 1] + 0.5)
         for user in np.unique(log.user[begin : begin + size]).tolist():
-            found = counted.live.answers(counted.get, log.question(user, now))
-            check(found, log.answers(np.arange(begin + size), user, now))
+            found = counted.live.compute(counted.get, log.query(user, now))
+            check(found, log.compute(np.arange(begin + size), user, now))
             longest = max(longest, found["past_session_count"].max())
     assert longest > 0.0
 
@@ -195,8 +195,8 @@ def test_a_log_and_the_events_after_it(is_implicit):
     first = np.arange(200)
     index, _ = log.index(first)
     none = np.zeros(1, np.int64)
-    asked = Questions(none, np.array([2e9]), none, ids={"column tags": log.tags[:1]})
-    Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).answers(asked)
+    queries = Queries(none, np.array([2e9]), none, ids={"column tags": log.tags[:1]})
+    Statistics(index, list(GROUPS), ["tags"], WINDOW, HALF_LIVES, *OF_EVENTS).compute(queries)
     sizes = {"user": USERS, "item": ITEMS, "column tags": 6}
     by_part = {
         part: digests(part.removeprefix("column ")[:1].encode(), np.arange(size)) for part, size in sizes.items()
@@ -207,8 +207,8 @@ def test_a_log_and_the_events_after_it(is_implicit):
         counted.add(log.events(rows[200:]))
         for user in range(USERS):
             now = float(log.time[rows[-1]] + 60)
-            found = counted.live.answers(counted.get, log.question(user, now))
-            check(found, log.answers(rows, user, now))
+            found = counted.live.compute(counted.get, log.query(user, now))
+            check(found, log.compute(rows, user, now))
 
 
 def test_columns_may_have_names_that_look_like_those_of_arrays():
@@ -217,23 +217,23 @@ def test_columns_may_have_names_that_look_like_those_of_arrays():
     user, item, values = (np.sort(rng.integers(0, n, 200)) for n in (USERS, ITEMS, 5))
     label = rng.integers(0, 2, 200).astype(np.float32)
     events = SortedEvents(user, rng.permutation(item), np.arange(200.0), label, np.zeros(200, np.int8))
-    columns = {part: Column("item", own, 3, part.removeprefix("column ")) for part, own in ids.items()}
+    columns = {part: KeyColumn("item", own, 3, part.removeprefix("column ")) for part, own in ids.items()}
     known = {"values": event_values({"c: codes": values}, {"rows by 5.0": [values]})}
     index = PastIndex(events, columns, ITEMS, ITEMS, False, **known)
     made = list(GROUPS), names, WINDOW, HALF_LIVES, *of_events
     none = np.zeros(ITEMS, np.int64)
-    asked = Questions(none, none + 300.0, np.arange(ITEMS), ids=ids)
-    wanted, counters = Statistics(index, *made).answers(asked), counters_of(index)
+    queries = Queries(none, none + 300.0, np.arange(ITEMS), ids=ids)
+    wanted, counters = Statistics(index, *made).compute(queries), counters_of(index)
     again = index_of_counters(counters, ITEMS, ITEMS, dict.fromkeys(ids, 3), False, index.sets)
-    check(Statistics(again, *made).answers(asked), wanted)
+    check(Statistics(again, *made).compute(queries), wanted)
     live = LiveCounters(list(GROUPS), names, dict.fromkeys(names, 1), WINDOW, HALF_LIVES, False, ITEMS, *of_events)
     sizes = {"user": USERS, "item": ITEMS, **dict.fromkeys(ids, 3)}
     records = dict(
         live.records_of(counters, index.sets, {part: digests(b"d", np.arange(n)) for part, n in sizes.items()})
     )
     of_items = {one.key: np.where(one.ids > 0, digests(b"d", one.ids), np.uint64(0)) for one in columns.values()}
-    question = LiveRows(digests(b"d", none), digests(b"d", np.arange(ITEMS)), asked.seconds, of_items)
-    check(live.answers(lambda keys: [records.get(key) for key in keys], question), wanted)
+    query = LiveRows(digests(b"d", none), digests(b"d", np.arange(ITEMS)), queries.seconds, of_items)
+    check(live.compute(lambda keys: [records.get(key) for key in keys], query), wanted)
 
 
 @pytest.mark.parametrize("is_implicit", [False, True], ids=["labels", "implicit"])
@@ -246,8 +246,8 @@ def test_late_events_count_from_their_own_time_on(is_implicit):
         counted.add(log.events(np.array([row])))
     for user in range(USERS + 1):
         now = float(log.time[-1] + 60)
-        found = counted.live.answers(counted.get, log.question(user, now))
-        wanted = log.answers(np.arange(300), user, now)
+        found = counted.live.compute(counted.get, log.query(user, now))
+        wanted = log.compute(np.arange(300), user, now)
         # The surprise in labels, and the pairs of items, are of what was known when an event came.
         check(found, wanted, but=("past_user_newest", "past_agreement", "past_similar", "past_session"))
 

@@ -15,17 +15,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from statistics_columns import with_statistics
 
-from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
+from jfi.data import DataConfig, DataError, FeatureConfig, LabelConfig, load_dataset
 from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.schema.schema import DataSchema
-from jfi.events import co_occurrence, groups, past, point_in_time, statistics
+from jfi.events import groups, past, point_in_time, statistics
 from jfi.events.counters import counters_of, index_of_counters
 from jfi.events.groups import GROUPS
-from jfi.events.point_in_time import Questions
+from jfi.events.point_in_time import Queries
 from jfi.events.statistics import Statistics
 from jfi.utils.encoding import standardize
 
@@ -76,7 +75,7 @@ def log(seed: int, count: int = 70) -> pa.Table:
 
 
 class Loops:
-    """The definition of each statistic, a question at a time.
+    """The definition of each statistic, a query at a time.
 
     A row is (user, item, time, label, is event, visit, quantile of the rating, kind).
     """
@@ -247,8 +246,8 @@ def test_they_are_those_of_loops(kind):
     loops, names = Loops(dataset, kind, table), dataset.schema.dense_names
     checked = 0
     for split in ("train", "validation", "test"):
-        dense, asked = questions(dataset, split)
-        wanted = [loops.of(int(user), int(item), float(time)) for user, item, time in asked]
+        dense, queries = questions(dataset, split)
+        wanted = [loops.of(int(user), int(item), float(time)) for user, item, time in queries]
         assert wanted[0].keys() == set(names)
         for place, name in enumerate(names):
             numbers = np.array([one[name] for one in wanted])
@@ -278,11 +277,12 @@ def test_nothing_comes_from_rows_at_the_moment_or_after(kind, seed, cut):
         events = dataset.arrays().events
         rows = np.flatnonzero(events.time <= cut * 700)
         if dataset.is_implicit:
-            asked, items = rows.repeat(ITEMS), np.tile(np.arange(ITEMS), len(rows))
-            dense = dataset.batch_of(asked, items).dense_features.numpy()
+            queries, items = rows.repeat(ITEMS), np.tile(np.arange(ITEMS), len(rows))
+            dense = dataset.batch_of(queries, items).dense_features.numpy()
         else:
-            asked, items, dense = rows, events.item[rows], np.stack([one[rows] for one in dataset.arrays().dense[2]], 1)
-        keys = np.stack([events.user[asked], items, events.time[asked]], axis=1)
+            queries, items = rows, events.item[rows]
+            dense = np.stack([one[rows] for one in dataset.arrays().dense[2]], 1)
+        keys = np.stack([events.user[queries], items, events.time[queries]], axis=1)
         return keys[np.lexsort(keys.T)], dense[np.lexsort(keys.T)]
 
     (keys, dense), (same, again) = known(before), known(after)
@@ -309,7 +309,8 @@ def test_small_blocks_make_the_same_arrays_bit_by_bit(monkeypatch, kind, are_lar
 
     one = make()
     for module, name, size in (
-        *((module, "_AT_ONCE", 16) for module in (past, point_in_time, co_occurrence, statistics)),
+        *((module, "_AT_ONCE", 16) for module in (past, point_in_time, statistics)),
+        (statistics, "_PAIRS_AT_ONCE", 16),
         *((past, "_IN_CACHE", 5), (past, "_BEFORE", 4), (past, "_MANY_KEYS", 20)),
     ):
         monkeypatch.setattr(module, name, size)
@@ -320,6 +321,17 @@ def test_small_blocks_make_the_same_arrays_bit_by_bit(monkeypatch, kind, are_lar
         if name.startswith("pairs") and name.endswith(": products"):  # equal pairs of a moment may have another order
             continue
         np.testing.assert_array_equal(values, other[name], err_msg=name, strict=True)
+
+
+def test_the_log_of_a_run_with_several_labels_counts_the_first():
+    several = [LabelConfig("good", "rating >= 3"), LabelConfig("visited", "visit")]
+    found, none = [], np.arange(3)
+    for labels in ({"label": "rating >= 3"}, {"labels": several}):
+        config = DataConfig(interactions=log(1), statistics=["item", "user"], **labels)
+        with read_log(config, load_dataset(config).schema) as (made, _):
+            found.append(made.compute(Queries(none, np.full(3, 1e12), none)))
+    for name, values in found[0].items():
+        np.testing.assert_array_equal(values, found[1][name], err_msg=name, strict=True)
 
 
 def test_similar_compares_as_many_events_as_in_training(monkeypatch, tmp_path):
@@ -333,7 +345,7 @@ def test_similar_compares_as_many_events_as_in_training(monkeypatch, tmp_path):
     monkeypatch.undo()
     small = table.slice(0, 30)
     assert load_dataset(replace(config, interactions=small)).schema.encodings.window == 4
-    made, settings = with_statistics(small, column_settings(config), schema), column_settings(config)
+    made, settings = with_statistics(small, config.resolved(), schema), config.resolved()
     wanted = with_statistics(small, replace(settings, max_history=3), None)
     other = with_statistics(small, settings, None)
     assert made["past_similarity"].equals(wanted["past_similarity"])
@@ -379,7 +391,7 @@ def test_tables_to_score_have_those_of_training(tmp_path, kind):
     """From a history that has the rows before, or these as well."""
     table, config = log(4), replace(CONFIG, **kind)
     dataset = load_dataset(replace(config, interactions=table))
-    schema, settings = dataset.schema, column_settings(replace(config, interactions=table))
+    schema, settings = dataset.schema, replace(config, interactions=table).resolved()
     test = pa.array(np.array(table["split"].to_pylist()) == "test")
     late = pa.compute.greater_equal(table["timestamp"], 40 * 700)
     before = table.filter(pa.compute.invert(late))
@@ -439,12 +451,12 @@ def test_totals_answer_as_their_index_does_after_the_log(tmp_path_factory, kind,
         )
         user, item = (rng.integers(-1, len(of), 50) for of in (users, items))
         later = rng.choice([1e-3, 100.0, 1800.0, 50000.0], 50)
-        asked = Questions(user, index.times[-1] + later, np.maximum(item, 0))
-        ids = {part: column.ids[asked.item] for part, column in index.item_columns.items()}
-        expected, arrays = made.answers(asked), counters_of(index)
+        queries = Queries(user, index.times[-1] + later, np.maximum(item, 0))
+        ids = {part: column.ids[queries.item] for part, column in index.item_columns.items()}
+        expected, arrays = made.compute(queries), counters_of(index)
         sizes = {part: column.size for part, column in index.item_columns.items()}
         totals = index_of_counters(arrays, len(items), index.num_known, sizes, index.is_implicit, index.sets)
-        found = replace(made, index=totals).answers(replace(asked, ids=ids))
+        found = replace(made, index=totals).compute(replace(queries, ids=ids))
     assert list(found) == list(expected)
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)

@@ -14,13 +14,12 @@ import pytest
 
 from jfi.baselines.run import run_baselines
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.prepared import checksums, prepare, store
-from jfi.data.prepared.checksums import Verification
-from jfi.data.prepared.manifest import FORMAT, Manifest, prepared_config, resolve
+from jfi.data.prepared import prepare, store
+from jfi.data.prepared.manifest import FORMAT, DatasetManifest, prepared_config, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, read_columns
 from jfi.data.prepared.stages.sort import MemoryLimitError, sort_batches
-from jfi.data.prepared.store import verify_dataset
+from jfi.data.prepared.store import Verification, verify_dataset
 from jfi.training import Interrupted, resume, train
 from jfi.training.config_parser import parse_config
 from jfi.training.run.interrupt import StopRequest
@@ -66,7 +65,7 @@ def test_what_is_no_manifest_is_one_line(folder, text, message):
     (folder / "manifest.json").write_text(text)
     seal(folder)
     with pytest.raises(DataError, match=re.escape(message)) as caught:
-        Manifest.load(folder)
+        DatasetManifest.load(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -106,7 +105,7 @@ def test_what_is_no_prepared_dataset_is_named_without_a_file_below_it(folder, tm
         (tmp_path / "absent", "manifest.json is missing"),
     ):
         with pytest.raises(DataError) as caught:
-            Manifest.load(path)
+            DatasetManifest.load(path)
         assert str(caught.value) == f"{path}: not a prepared dataset, {what}"
 
 
@@ -119,7 +118,7 @@ def test_a_prepared_dataset_that_is_named_as_a_table_is_said_to_be_one(folder):
 def test_the_tables_of_a_manifest_are_those_of_the_dataset(folder):
     # The run's own names of tables make no difference.
     given = DataConfig(prepared=str(folder), interactions="elsewhere.csv", label="clicked")
-    assert resolve(given).interactions == Manifest.load(folder).data.interactions
+    assert resolve(given).interactions == DatasetManifest.load(folder).data.interactions
     assert DataConfig(interactions="s3://bucket/rows").with_absolute_paths().interactions == "s3://bucket/rows"
 
 
@@ -223,7 +222,7 @@ def test_columns_of_a_preparation_that_goes_on_are_numbers(tmp_path):
 @pytest.fixture
 def damaged(folder, monkeypatch) -> str:
     """A dataset with a flipped label in a large file; returns the message that says so."""
-    monkeypatch.setattr("jfi.data.prepared.checksums.SMALL", 1000)
+    monkeypatch.setattr("jfi.data.prepared.store.SMALL", 1000)
     path = folder / "events.arrow"
     labels = map_arrow(path)["label"]
     content, bits = bytearray(path.read_bytes()), labels.to_numpy().tobytes()
@@ -263,7 +262,7 @@ def test_only_a_full_disk_is_said_to_be_full(tmp_path):
 @pytest.mark.parametrize("at", ["step", "save"])
 def test_a_signal_saves_a_run_before_its_dataset_is_verified(folder, tmp_path, monkeypatch, at):
     """It comes in a step, or while a checkpoint waits until the files are verified, which takes until then."""
-    saved, checked, found, running = threading.Event(), Verification.check, checksums.verify, []
+    saved, checked, found, running = threading.Event(), Verification.check, store.verify, []
 
     def verify(*arguments) -> None:
         found(*arguments)
@@ -274,9 +273,8 @@ def test_a_signal_saves_a_run_before_its_dataset_is_verified(folder, tmp_path, m
             signal.raise_signal(signal.SIGTERM)
         return checked(self, seconds)
 
-    monkeypatch.setattr(checksums, "open_checked", lambda path, sizes: Verification(path, list(sizes)))
-    monkeypatch.setattr(store, "open_checked", checksums.open_checked)
-    monkeypatch.setattr(checksums, "verify", verify)
+    monkeypatch.setattr(store, "open_checked", lambda path, sizes: Verification(path, list(sizes)))
+    monkeypatch.setattr(store, "verify", verify)
     monkeypatch.setattr(Verification, "check", check)
     monkeypatch.setattr(StopRequest, "signum", signal.SIGTERM if at == "step" else 0)
     options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.batch_size=8"]
@@ -295,7 +293,7 @@ def test_a_run_on_a_dataset_that_is_damaged_later_has_no_test_metrics(folder, tm
     content[len(content) // 2] ^= 1
     (folder / "events.arrow").write_bytes(content)
     log = (tmp_path / "run/metrics.jsonl").read_bytes()
-    monkeypatch.setattr("jfi.data.prepared.checksums.SMALL", 1000)
+    monkeypatch.setattr("jfi.data.prepared.store.SMALL", 1000)
     with pytest.raises(DataError, match=r"events\.arrow is damaged"):
         resume(tmp_path / "run", data_changed="accept")
     assert (tmp_path / "run/metrics.jsonl").read_bytes() in log

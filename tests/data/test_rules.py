@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from jfi.data import DataError
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.schema.rules import OPERATORS, describe_values, only_column, parse_rule
 
 ACTION = ["view", "buy", "add to cart", None, "buy"]
@@ -18,8 +18,8 @@ MOMENTS = [datetime.datetime.fromisoformat(day[:10]) if day else None for day in
 TABLE = TABLE.append_column("moment", pa.array(MOMENTS, pa.timestamp("us")))
 
 
-def table() -> Table:
-    return Table("r.csv", TABLE, TABLE.column_names, lambda row: row + 2)
+def table() -> SourceRows:
+    return SourceRows("r.csv", TABLE, TABLE.column_names, lambda row: row + 2)
 
 
 NAN = float("nan")
@@ -85,7 +85,7 @@ def test_and_and_or_follow_three_valued_logic():
     values = {"1": 1.0, "0": 0.0, "": NAN}
     rows = list(itertools.product(values, repeat=3))
     data = pa.table({name: [row[i] or None for row in rows] for i, name in enumerate("abc")})
-    made = Table("t", data, data.column_names, lambda row: row)
+    made = SourceRows("t", data, data.column_names, lambda row: row)
     both = parse_rule("a == 1 and b == 1 and c == 1").holds(made)
     either = parse_rule("a == 1 or b == 1 or c == 1").holds(made)
     for row, all_hold, any_holds in zip(rows, both, either, strict=True):
@@ -144,6 +144,6 @@ def test_a_wrong_rule_names_the_operators(rule, expected):
 def test_values_are_described_with_their_counts():
     assert describe_values([table()], "action") == "values of 'action': buy (2), view (1), add to cart (1)"
     data = pa.table({"n": [str(i % 12) for i in range(50)]})
-    text = describe_values([Table("t", data, ["n"], lambda row: row)], "n")
+    text = describe_values([SourceRows("t", data, ["n"], lambda row: row)], "n")
     assert text.startswith("values of 'n': 0 (5), 1 (5), 2 (4)")
     assert text.endswith(" and 2 more")

@@ -1,12 +1,16 @@
 """The memory that sorting takes, and the errors of the engine."""
 
 import errno
+from dataclasses import replace
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from jfi.data import DataConfig, DataError, load_dataset
+from jfi.data.prepared.prepare import prepare_dataset
+from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.stages import sort as external_sort
 from jfi.data.prepared.stages.sort import MemoryLimitError, free_memory, sort_batches
 
@@ -76,6 +80,20 @@ def test_sorting_takes_half_of_what_is_free(tmp_path, monkeypatch):
         rows = [x for batch in sort_batches(BATCHES, ["x"], memory, tmp_path) for x in batch.column(0).to_numpy()]
         assert rows == [x for x in range(1 << 18) for _ in BATCHES]
     assert limits == ["3072MiB", "256MiB", "1GB"]
+
+
+def test_whatever_prepares_sorts_in_the_memory_that_is_given(tmp_path, monkeypatch):
+    given, sort = [], external_sort.sort_batches
+    monkeypatch.setattr(external_sort, "sort_batches", lambda *one: given.append(one[2]) or sort(*one))
+    rows = {"user_id": [1, 2] * 20, "item_id": [*range(10)] * 4, "timestamp": [*range(40)], "like": [1, 0] * 20}
+    config = DataConfig(interactions=pa.table(rows), label="like")
+    schema = load_dataset(config, memory="1GB").schema
+    (tmp_path / "scored").mkdir()
+    ScoringRows(Sources(pa.table(rows)), tmp_path / "scored", schema, replace(config, statistics=[]), memory="3GB")
+    prepare_dataset(config, tmp_path / "prepared", "2GB", show=False)
+    assert given == ["1GB", "1GB", "3GB", "2GB", "2GB"]
+    with pytest.raises(DataError, match=r"^--memory many: not an amount of memory such as 1GB$"):
+        load_dataset(config, memory="many")
 
 
 @pytest.mark.parametrize(

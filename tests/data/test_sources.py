@@ -134,7 +134,7 @@ def test_urls_are_read_as_paths(tmp_path, memory, table):
         read = read_table(url, ["user_id", "day"] if "*" not in url else ["user_id"])
         assert len(read) == 80 and read.ids("user_id")[0].as_py() == "9-0"  # 9 before 10
         assert "*" in url or set(read.strings("day").to_pylist()) == {"1"}
-        assert read.place(41) == "memory:///clicks/day=1/part-10.csv:3"
+        assert read.location(41) == "memory:///clicks/day=1/part-10.csv:3"
     (tmp_path / "r.csv").write_text(CSV)
     expected = samples(DataConfig(interactions=str(tmp_path / "r.csv"), label="clicked"))
     for url in ("memory://clicks.parquet", f"file://{tmp_path}/r.csv", f"file://{tmp_path}"):
@@ -172,11 +172,11 @@ def test_a_delimiter_and_a_header_by_settings(write):
     rows = ["u1;i1;4", 'u2;"i;2";5']
     headed = write("r.txt", "user_id;item_id;stars", *rows)
     read = read_table(headed, ["item_id"], DataConfig(delimiter=";"))
-    assert read.ids("item_id").to_pylist() == ["i1", "i;2"] and read.place(1) == f"{headed}:3"
+    assert read.ids("item_id").to_pylist() == ["i1", "i;2"] and read.location(1) == f"{headed}:3"
     settings = DataConfig(delimiter=";", header={"interactions": ["user_id", "item_id", "stars"]})
     for name in ("r.log", "r.csv"):
         read = read_table(write(name, *rows), ["item_id"], settings)
-        assert read.ids("item_id").to_pylist() == ["i1", "i;2"] and read.place(1).endswith(f"{name}:2")
+        assert read.ids("item_id").to_pylist() == ["i1", "i;2"] and read.location(1).endswith(f"{name}:2")
     assert read_table(headed, ["user_id"], settings, "data.users").known == ["user_id", "item_id", "stars"]
     several = write("r.txt", "user_id::item_id", 'u1::"a', "u2::b:c")
     assert read_table(several, ["item_id"], DataConfig(delimiter="::")).ids("item_id").to_pylist() == ['"a', "b:c"]

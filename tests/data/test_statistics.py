@@ -17,10 +17,9 @@ from statistics_columns import with_statistics
 
 from jfi.data import DataConfig, DataError, DataSchema, FeatureConfig, load_dataset
 from jfi.data.config import LabelConfig
-from jfi.data.prepared.manifest import Manifest, resolve
+from jfi.data.prepared.manifest import DatasetManifest, resolve
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
 from jfi.training.config_parser import parse_config
 from jfi.utils.encoding import standardize
@@ -215,7 +214,7 @@ def test_a_table_to_score_has_those_of_its_history(tmp_path):
 
     def parts(interactions: pa.Table, history: pa.Table | None) -> ScoringRows:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        return ScoringRows(Sources(interactions, history=history), folder, schema, column_settings(config))
+        return ScoringRows(Sources(interactions, history=history), folder, schema, config.resolved())
 
     # Its own interactions are the history while they are there; the rows to score are in it too, and count once.
     own, given = parts(table, None), parts(table, table)
@@ -290,11 +289,11 @@ GENRE = FeatureConfig("genre", "item")
 )
 def test_the_groups_of_auto(settings, groups):
     config = DataConfig(interactions="rows.csv", **settings)
-    assert config.statistics_groups() == config.with_statistics().statistics == groups
+    assert config.statistics_groups() == config.resolved().statistics == groups
     made = config.statistics_columns()
     assert bool(made) == bool(groups) and len(set(made)) == len(made)
-    assert made == config.with_statistics().statistics_columns() == column_settings(config).statistics_columns()
-    known = column_settings(config).names("context", "number")
+    assert made == config.resolved().statistics_columns() == config.resolved().resolved().statistics_columns()
+    known = config.resolved().names("context", "number")
     assert [name for name in known if name not in made] == config.names("context", "number")
 
 
@@ -312,7 +311,7 @@ def test_a_prepared_dataset_decides_what_auto_stands_for(tmp_path):
     for name, statistics, groups in (("a", "auto", ALL), ("b", [], []), ("c", ["user"], ["user"])):
         prepare_dataset(replace(config, statistics=statistics), tmp_path / name, show=False)
         prepared = str(tmp_path / name)
-        assert Manifest.load(prepared).data.statistics == groups
+        assert DatasetManifest.load(prepared).data.statistics == groups
         assert resolve(DataConfig(prepared=prepared)).statistics_groups() == groups
         assert resolve(DataConfig(prepared=prepared, statistics=groups)).statistics_groups() == groups
         made = replace(config, statistics=groups).statistics_columns()
@@ -333,5 +332,5 @@ def test_a_log_without_a_header_can_be_a_history(tmp_path):
     for number, history in enumerate((None, config.interactions)):
         (folder := tmp_path / f"rows {number}").mkdir()
         sources = Sources(str(tmp_path / "few.csv"), history=history)
-        rows = ScoringRows(sources, folder, schema, column_settings(config))
+        rows = ScoringRows(sources, folder, schema, config.resolved())
         assert rows.num_rows == 20 and len(rows.dataset.arrays().events) == 140

@@ -10,7 +10,7 @@ from data_configs import line_of
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io import text as decode
 from jfi.data.io.blocks import read_blocks, read_table
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 
 HEADER = "user,title,time"
 
@@ -280,7 +280,7 @@ FIELDS = [
 ]
 
 
-def blocks_of(size: int, path: str, wanted: list[str]) -> list[Table]:
+def blocks_of(size: int, path: str, wanted: list[str]) -> list[SourceRows]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jfi.data.io.blocks.BLOCK", size)
         return list(read_blocks(path, wanted))

@@ -14,7 +14,6 @@ import torch
 from jfi.data import Batch, DataConfig, DataSchema, InteractionDataset, LabelConfig, load_dataset
 from jfi.data.prepared.event_logs import training_log
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
 from jfi.follow.parts import PartFolder
 from jfi.follow.rows import SAMPLES, PartRows, Reading
@@ -50,7 +49,7 @@ def batches_of_parts(
     config: DataConfig, schema: DataSchema, policy: Policy | None, folder: Path
 ) -> Iterator[tuple[list[Batch], int]]:
     """Yields the batches of each part, and its number of samples."""
-    settings, parts = column_settings(config), PartFolder(folder / "parts")
+    settings, parts = config.resolved(), PartFolder(folder / "parts")
     reading = Reading(settings, schema, policy, 0.0)
     with closing(open_state(folder / "state", config, schema)) as state:
         name, number = "", 0
@@ -71,7 +70,7 @@ def batches_in_one_go(
     """Those of the rows of all parts, by way of `jfi predict`, in the order of time."""
     (work := folder / "whole").mkdir()
     sources = Sources(log, config.interactions, items=config.items)
-    found = ScoringRows(sources, work, schema, column_settings(config), trains=True, policy=policy)
+    found = ScoringRows(sources, work, schema, config.resolved(), trains=True, policy=policy)
     arrays = found.dataset.arrays()
     samples = arrays.samples["rows"]
     samples = samples[~np.isnan(arrays.events.label[samples])]
@@ -102,7 +101,7 @@ def test_parts_have_the_batches_of_the_whole_log(case, rows, tmp_path):
     rows = [row | {"timestamp": row["timestamp"] * scale} for row in rows]
     write(tmp_path / "log.parquet", rows[:known])
     write_parts(tmp_path / "parts", rows[known:], 10)
-    config = dataclasses.replace(config_of(tmp_path / "log.parquet", tmp_path).data, **CASES[case]).with_statistics()
+    config = dataclasses.replace(config_of(tmp_path / "log.parquet", tmp_path).data, **CASES[case]).resolved()
     if config.items is not None:  # of which some rows have none
         items = {row["item_id"]: {name: row[name] for name in ("item_id", "tags", "brand")} for row in rows[::2]}
         config = dataclasses.replace(config, items=str(tmp_path / config.items))

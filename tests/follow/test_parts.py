@@ -15,7 +15,6 @@ import pytest
 import jfi
 from jfi.data import DataError, FeatureConfig
 from jfi.data.io.blocks import read_table
-from jfi.data.prepared.stages.read import column_settings
 from jfi.follow.parts import PartFolder
 from jfi.follow.records import Records
 from jfi.follow.start import follow
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 def records(run: Path) -> dict[bytes, list[dict]]:
     """The rows of each user in the state."""
     saved = jfi.load_run(run)
-    kinds = Records(column_settings(saved.config.data), saved.schema).schema
+    kinds = Records(saved.config.data.resolved(), saved.schema).schema
     with closing(LmdbStore(run / "follow" / "state")) as store:
         return {key: pa.ipc.read_record_batch(pa.py_buffer(own), kinds).to_pylist() for key, own in store.scan(b"h")}
 

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from jfi.data import DataError, load_dataset
-from jfi.data.prepared.stages.read import column_settings
 from jfi.follow.parts import Part
 from jfi.follow.rows import SAMPLES, PartRows, Reading
 from jfi.follow.state import LogState, open_state
@@ -109,10 +108,10 @@ def log(request, rows, tmp_path_factory) -> Iterator[tuple[LogState, Reading, pa
     folder = tmp_path_factory.mktemp("shapes")
     pq.write_table(typed(rows[:KNOWN], request.param), folder / "log.parquet")
     config = replace(config_of(folder / "log.parquet", folder).data, statistics=["item", "user_item"], null_ids="drop")
-    config = config.with_statistics()
+    config = config.resolved()
     schema = load_dataset(config).schema
     with closing(open_state(folder / "state", config, schema)) as state:
-        yield state, Reading(column_settings(config), schema, None, 0.0), typed(rows[KNOWN : KNOWN + 60], request.param)
+        yield state, Reading(config.resolved(), schema, None, 0.0), typed(rows[KNOWN : KNOWN + 60], request.param)
 
 
 def read(log: tuple[LogState, Reading, pa.Table], path: Path) -> tuple[list, dict, object]:

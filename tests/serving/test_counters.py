@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 import jfi
 from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
 from jfi.serving.artifact import MODEL, PAST, PAST_IDS, ArtifactError
 from jfi.serving.counters import LogCounters, RequestStatistics
@@ -108,7 +107,7 @@ def test_a_request_gets_what_predict_computes_right_after_the_log(folder, run, p
     rows = rows_after(log, user, now)
     table = pa.Table.from_pylist(rows, log.schema.set(2, pa.field("timestamp", pa.float64())))
     request = past_scorer.reader(request_of(log, user, rows, now))
-    sources, config = Sources(table, log), column_settings(run.config.data)
+    sources, config = Sources(table, log), run.config.data.resolved()
     scoring = ScoringRows(sources, tmp_path, run.schema, config)
     (batch,) = scoring.dataset.batches("rows", 1000)
     order = scoring.rows[batch.samples.numpy()]
@@ -293,7 +292,7 @@ def test_a_log_without_an_event_of_histories_can_be_served(folder, run, tmp_path
 def test_requests_of_other_configs_get_what_predict_computes(folder, tmp_path, change):
     log = pq.read_table(folder / "log.parquet")
     base = DataConfig(interactions=str(folder / "log.parquet"), label="rating >= 4", max_history=20, max_slots=2)
-    config = dataclasses.replace(base, **change).with_statistics()
+    config = dataclasses.replace(base, **change).resolved()
     schema, now = load_dataset(config).schema, float(log["timestamp"].to_pylist()[-1] + 60)
     rows = rows_after(log, "u3", now)
     table = pa.Table.from_pylist(rows, log.schema.set(2, pa.field("timestamp", pa.float64())))
@@ -303,7 +302,7 @@ def test_requests_of_other_configs_get_what_predict_computes(folder, tmp_path, c
     names = [name for name in reader.fields["candidates"] if name not in counters.fields.names]
     user = {name: "u3" for name in reader.fields["user"]}
     request = {"user": user, "candidates": [{name: row[name] for name in names} for row in rows], "time": now}
-    scoring = ScoringRows(Sources(table, log), tmp_path, schema, column_settings(config))
+    scoring = ScoringRows(Sources(table, log), tmp_path, schema, config.resolved())
     (batch,) = scoring.dataset.batches("rows", 1000)
     order = scoring.rows[batch.samples.numpy()]
     np.testing.assert_array_equal(reader(request).dense[order], batch.dense_features.numpy())

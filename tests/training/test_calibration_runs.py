@@ -110,7 +110,7 @@ def test_a_run_of_an_earlier_version_has_all_but_calibrated_probabilities(folder
         train(made(folder, "old"))
     options = ["--run", old, "--interactions", folder / "table.csv", "--out"]
     code, said = predict(capsys, *options, tmp_path / "a.csv", "--output", "calibrated")
-    why = f"run {old} has no calibration, like all runs of earlier versions; train it again, or choose probabilities"
+    why = f"run {old} has no calibration; train it again, or choose probabilities"
     assert (code, said) == (2, f"error: output is calibrated, but {why}\n") and not list(tmp_path.iterdir())
     assert predict(capsys, *options, tmp_path / "b.csv") == (0, "")
     assert predict(capsys, *options, tmp_path / "c.csv", "--output", "probabilities") == (0, "")

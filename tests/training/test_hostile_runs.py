@@ -22,7 +22,7 @@ import jfi
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io.blocks import read_table
 from jfi.data.prepared.event_logs import training_log
-from jfi.data.prepared.manifest import Manifest
+from jfi.data.prepared.manifest import DatasetManifest
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.schema.semantic_ids import codec_folder, write_sids
 from jfi.history_policies import Policy, fit
@@ -245,7 +245,7 @@ def test_urls_that_the_command_line_names_are_read(made, run, capfd):
     assert call("prepare", "--config", str(config), "--out", str(out), "--data.interactions", named) == 0
     # A dataset that was prepared of them keeps their names, which are as those of a config.
     with pytest.raises(DataError, match=r"add --data\.interactions memory://named\.csv"):
-        load_dataset(dataclasses.replace(Manifest.load(out).data, prepared=None))
+        load_dataset(dataclasses.replace(DatasetManifest.load(out).data, prepared=None))
 
 
 @pytest.mark.parametrize("protocol", ["reference", "filecache", "zip", "github", "S3", "s3 ", ""])

@@ -73,7 +73,7 @@ def test_an_input_that_the_model_does_not_read_has_no_importance(run, folder):
     assert found["drops"]["user user_id"] == 0
 
 
-def test_evaluate_prints_and_writes_the_importance(folder, tmp_path, capsys):
+def test_evaluate_prints_and_writes_the_importance(run, folder, tmp_path, capsys):
     options = [
         "--run",
         folder / "run",
@@ -84,7 +84,9 @@ def test_evaluate_prints_and_writes_the_importance(folder, tmp_path, capsys):
         tmp_path / "m.json",
     ]
     assert commands.call("evaluate", *options) == 0
-    drops = json.loads((tmp_path / "m.json").read_text())["importance"]["drops"]
+    found = json.loads((tmp_path / "m.json").read_text())["importance"]
+    assert found == run.importance(folder / "table.csv")
+    drops = found["drops"]
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.endswith("falls where an input is shuffled"))
     assert [line.rsplit(maxsplit=1)[0].strip() for line in lines[at + 1 :][: len(drops)]] == list(drops)

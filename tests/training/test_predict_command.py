@@ -229,6 +229,24 @@ def test_a_full_disk_names_the_file_in_one_line(run, folder, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
 
 
+def test_the_memory_of_sorting_is_an_option_of_each_command_that_prepares(folder, tmp_path, capsys):
+    table = ["--interactions", folder / "table.csv"]
+    scoring, settings = ["--run", folder / "run", *table], ["--data.interactions", folder / "table.csv"]
+    for arguments in (
+        ["predict", *scoring, "--out", tmp_path / "scores.csv"],
+        ["evaluate", *scoring],
+        ["train", *settings, "--training.run_dir", tmp_path / "run"],
+        ["train", "--resume", folder / "run"],
+        ["compare", *settings, "--training.run_dir", tmp_path / "run"],
+        ["prepare", *settings, "--out", tmp_path / "prepared"],
+    ):
+        code, _, errors = command(capsys, *arguments, "--memory", "many")
+        assert code == 2 and errors.count("\n") == 1, arguments
+        assert errors.endswith("--memory many: not an amount of memory such as 1GB\n"), errors
+    assert not [*tmp_path.iterdir()]
+    assert command(capsys, "predict", *scoring, "--out", tmp_path / "scores.csv", "--memory", "300MB")[0] == 0
+
+
 def test_each_table_is_looked_for_once(folder, tmp_path, monkeypatch):
     """A glob on another machine is a listing."""
     looked, find = [], blocks.find_files

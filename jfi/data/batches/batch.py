@@ -1,15 +1,27 @@
-"""A batch of samples in the form that TorchRec's models and train pipelines take."""
+"""Arrays of a dataset -> batches of samples, in the form that TorchRec's models and train pipelines take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import PHWithMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from jfi.utils.jagged import Timelines
+from jfi.data.batches.choose_events import Engagement
+from jfi.data.batches.negatives import NegativeSampler
+from jfi.data.batches.order import BatchPart
+from jfi.data.config import NUM_AGE_BUCKETS
+from jfi.data.schema.columns import Categorical
+from jfi.data.schema.rules import WEIGHT
+from jfi.data.schema.schema import DataSchema, FeatureSpec
+from jfi.events.events import Histories, SortedEvents
+from jfi.events.statistics import DenseStatistics
+from jfi.utils.encoding import age_buckets
+from jfi.utils.jagged import Timelines, repeat
 
 
 @dataclass
@@ -29,7 +41,7 @@ class Batch(Pipelineable):
             missing. Auxiliary ones are the last ones, in all splits; a model has outputs for them in
             training mode alone.
         users: `[B]` int64, the sample's user, for metrics by user; not an input of the model.
-        samples: `[B]` int64, the samples by their place in the split.
+        samples: `[B]` int64, the samples by their position in the split.
         total: samples of the batch on all ranks.
         weights: `[B]` float32, the samples' weights in the loss; None without `data.weight`.
         timelines: None for a batch by sample. By user the samples of a timeline are neighbours, in the order of time.
@@ -91,3 +103,132 @@ class Batch(Pipelineable):
         """
         names = ("dense_features", "sparse_features", "timelines")
         return {name: PHWithMeta(ph_key=name) for name in names}
+
+
+#: Events that are gathered together. Smaller blocks take less time alone, larger ones take Python's lock less often.
+_BLOCK = 1 << 18
+
+#: `[U, Du]` and `[N, Di]` float32, the dense features of users and of items, and those of contexts, `[E]` float32
+#: each. The arrays of events stay apart, since each may be the map of a file.
+Dense = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """All arrays of a dataset, which may be maps of files.
+
+    Args:
+        events: all events; every history is a range of them.
+        columns: by key of `DataSchema.features`, except the age, the ids of each user, item or event.
+        dense: the dense features of users, of items and of contexts.
+        samples: by split the events that are its samples, ordered by (timestamp, user, item).
+        negatives: draws the negatives of implicit feedback; None for a table with labels.
+        engagement: dwell and surface of the events, or None.
+        statistics: gives those of other targets than the events' own items, whose columns are dense features of
+            contexts; None without `data.statistics`.
+    """
+
+    events: SortedEvents
+    columns: list[Categorical]
+    dense: Dense
+    samples: dict[str, np.ndarray]
+    negatives: NegativeSampler | None
+    engagement: Engagement | None = None
+    statistics: DenseStatistics | None = None
+
+
+def assemble(
+    arrays: Arrays,
+    schema: DataSchema,
+    part: BatchPart,
+    drawn: tuple[np.ndarray, np.ndarray, np.ndarray],
+    find: Callable[[np.ndarray, np.ndarray | None], Histories],
+    pin_memory: bool = False,
+) -> Batch:
+    """Returns a batch.
+
+    Args:
+        arrays: of the dataset.
+        schema: of the dataset.
+        part: the samples, and the timelines that they share.
+        drawn: the events, the target items and the labels of the samples, `[B]` each.
+        find: gives the histories of events `[B]` that are samples, or of the timelines at offsets `[U + 1]` of these.
+        pin_memory: whether all tensors are in pinned memory.
+    """
+    (events, item, label), table = drawn, arrays.events
+    samples, offsets, count = part.samples, part.offsets, len(events) if part.counts else 0
+    if not len(events):
+        events = samples = np.zeros(1, np.int64)
+        item, offsets = table.item[:1].astype(np.int64), None if offsets is None else np.array([0, 1])
+    histories = find(events, offsets)
+    user = table.user[events].astype(np.int64, copy=False)
+    owners = slice(None) if offsets is None else offsets[:-1]  # of the samples, those that a user's values belong to
+    rows = {"user": user[owners], "item": item, "context": events}
+
+    # A timeline has at least one sample, so a key for each sample is enough. By user there is no
+    # age, which follows from the times.
+    specs = schema.features if offsets is None else schema.features[:-1]
+    lengths = np.zeros((len(specs), len(events)), np.int64)
+    for own, spec, ids in zip(lengths, specs, [*arrays.columns, None], strict=False):
+        counts = histories.lengths if ids is None or spec.role not in rows else ids.counts(rows[spec.role])
+        own[: len(counts)] = counts
+    length_per_key = lengths.sum(axis=1).tolist()
+    ends = list(accumulate(length_per_key))
+    if pin_memory:
+        values = torch.empty(ends[-1], dtype=torch.int64, pin_memory=True)
+    else:
+        values = torch.from_numpy(np.empty(ends[-1], np.int64))  # NumPy asks for huge pages: fewer page faults
+    ids_of_keys = values.numpy()
+    parts = [ids_of_keys[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    of_events = []
+    for spec, ids, out in zip(specs, arrays.columns, parts, strict=False):
+        if spec.role == "history":
+            of_events.append((spec.of, ids, out))
+        else:
+            ids.fill(rows[spec.role], out)
+
+    times = None
+    if offsets is not None:
+        event_times = np.empty(int(histories.lengths.sum()))
+        target_times = torch.from_numpy(table.time[events])
+        times = Timelines(torch.from_numpy(offsets), target_times, torch.from_numpy(event_times), schema.max_history)
+    for owner, own, event in histories.blocks(table, _BLOCK):
+        of = {"event": event, "item": table.item.take(event, mode="clip").astype(np.int64, copy=False)}
+        for entity, ids, out in of_events:
+            ids.fill(of[entity], out[own])
+        time = table.time.take(event, mode="clip")
+        if times is None:
+            now = repeat(table.time[events[owner]], histories.lengths[owner])
+            parts[-1][own] = age_buckets(np.subtract(now, time, out=now), NUM_AGE_BUCKETS)
+        else:
+            event_times[own] = time
+
+    sparse = KeyedJaggedTensor(
+        keys=[spec.key for spec in specs],
+        values=values,
+        weights=None if histories.weights is None else _weights(histories.weights, specs, parts),
+        lengths=torch.from_numpy(lengths.ravel()),
+        stride=len(events),
+        # Without it the first split of the tensor would synchronize with the device to compute it.
+        length_per_key=length_per_key,
+    )
+    users, items, contexts = arrays.dense
+    dense = np.zeros((len(events), 1), np.float32)
+    if schema.dense_names:
+        dense = np.concatenate([users[user], items[item], *(column[events, None] for column in contexts)], axis=1)
+    if arrays.statistics is not None and len(negatives := np.flatnonzero(item != table.item[events])):
+        arrays.statistics.fill(dense, negatives, events[negatives], item[negatives])
+    further = [column[events[:count]] for name, column in table.targets.items() if name != WEIGHT]
+    if further:
+        label = np.stack([label[:count], *further], axis=1)
+    weight = torch.from_numpy(table.targets[WEIGHT][events[:count]]) if WEIGHT in table.targets else None
+    fields = map(torch.from_numpy, (label[:count], user[:count], samples[:count]))
+    batch = Batch(torch.from_numpy(dense), sparse, *fields, part.total, times, weight)
+    return batch.pin_memory() if pin_memory else batch
+
+
+def _weights(weights: np.ndarray, specs: list[FeatureSpec], parts: list[np.ndarray]) -> torch.Tensor:
+    """The weights of the events for every history key and the age, and 1 for the values of other keys."""
+    of_events = {"history": weights, "bucket": weights}
+    ones = (of_events.get(spec.role, np.ones(len(part), np.float32)) for spec, part in zip(specs, parts, strict=True))
+    return torch.from_numpy(np.concatenate([*ones], dtype=np.float32))

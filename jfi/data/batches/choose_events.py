@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.events.events import Histories, SortedEvents, user_blocks
 from jfi.history_policies import EventLog, Policy
@@ -52,9 +51,9 @@ class Engagement:
 
         An event without a surface has `unknown`, if that is a name.
         """
-        positions = {name: place for place, name in enumerate(surfaces)}
-        place = np.array([positions.get(name, -1) for name in (*self.surfaces, UNKNOWN_SURFACE)], np.int32)
-        return replace(self, surface=place[self.surface], surfaces=list(surfaces))
+        positions = {name: index for index, name in enumerate(surfaces)}
+        index = np.array([positions.get(name, -1) for name in (*self.surfaces, UNKNOWN_SURFACE)], np.int32)
+        return replace(self, surface=index[self.surface], surfaces=list(surfaces))
 
     def log(self, user: np.ndarray, time: np.ndarray, rows: np.ndarray | None = None) -> EventLog:
         """The events as `jfi.history_policies` takes them.
@@ -127,16 +126,14 @@ class EventChooser:
         return Histories(found.lengths, events=rows.take(found.rows), weights=found.weights)
 
 
-def load_policy(config: DataConfig) -> Policy | None:
-    """Returns the policy that a config names.
+def load_policy(path: str) -> Policy:
+    """Returns the policy in the file that `data.policy` names.
 
     Raises:
         DataError: the file is missing or damaged.
     """
-    if config.policy is None:
-        return None
     try:
-        return Policy.load(config.policy)
+        return Policy.load(path)
     except DamagedFileError as error:
         raise DataError(f"data.policy: {error}") from None
 

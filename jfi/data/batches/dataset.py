@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jfi.data.batches.assemble import Arrays, assemble
-from jfi.data.batches.batch import Batch
+from jfi.data.batches.batch import Arrays, Batch, assemble
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.negatives import Candidates, Kind
 from jfi.data.batches.order import BatchPart, ChunkOrder, Chunks, Order, SampleOrder, cut_chunks, timeline_ranges
@@ -22,7 +21,7 @@ from jfi.history_policies import Policy
 from jfi.utils.errors import suggest
 
 if TYPE_CHECKING:
-    from jfi.data.prepared.checksums import Verification
+    from jfi.data.prepared.store import Verification
     from jfi.data.prepared.summary import Summary
 
 
@@ -209,7 +208,7 @@ class InteractionDataset:
 
         Args:
             split: "train", "validation" or "test".
-            samples: `[B]` int64, the samples by their place in the split.
+            samples: `[B]` int64, the samples by their position in the split.
             seed: of the sampled negatives, together with `epoch`.
             epoch: number of the epoch.
         """

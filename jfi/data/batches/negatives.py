@@ -97,11 +97,11 @@ class Candidates:
 
     def pairs(self, number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For pairs by number `[n]`: the positive's index, the candidate item, and whether it counts, `[n]` each."""
-        positive, place = number // self.per_positive, number % self.per_positive
+        positive, index = number // self.per_positive, number % self.per_positive
         user, time = self._user[positive], self._time[positive]
         if self._kind == "sampled":
             # Epoch 1, since training's negatives of epoch 0 and seed 0 would be those of AUC.
-            drawn = self._sampler.draw(user, time, self._numbers[positive] * self.per_positive + place, seed=0, epoch=1)
+            drawn = self._sampler.draw(user, time, self._numbers[positive] * self.per_positive + index, seed=0, epoch=1)
             return positive, drawn, drawn != self.items[positive]
-        item = self._sampler.candidates[place]
+        item = self._sampler.candidates[index]
         return positive, item, (item != self.items[positive]) & ~self._sampler.knows(user, item, time)

@@ -51,13 +51,13 @@ def _swap(work: np.ndarray, rank: np.ndarray, world_size: int) -> None:
             return
         # Of each sample the one to swap it with that comes closest to evening the two out, but not beyond.
         half = (load[busiest] - load[idlest]) / 2
-        place = np.minimum(np.searchsorted(work[take], work[give] - half), len(take) - 1)
-        moved = work[give] - work[take[place]]
+        position = np.minimum(np.searchsorted(work[take], work[give] - half), len(take) - 1)
+        moved = work[give] - work[take[position]]
         moved = np.where(moved <= half, moved, 0)
         best = int(moved.argmax())
         if moved[best] <= 0:
             return
-        rank[give[best]], rank[take[place[best]]] = idlest, busiest
+        rank[give[best]], rank[take[position[best]]] = idlest, busiest
         load[busiest] -= moved[best]
         load[idlest] += moved[best]
 
@@ -113,11 +113,11 @@ class Shuffled:
         self._half = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
         self._keys = np.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, np.uint64)
 
-    def __getitem__(self, place: slice) -> np.ndarray:
+    def __getitem__(self, position: slice) -> np.ndarray:
         """`[B]` int64, the samples at a slice of positions without a step."""
         if self._all is not None:
-            return self._all[place]
-        value = np.arange(place.start, min(place.stop, self._count)).astype(np.uint64)
+            return self._all[position]
+        value = np.arange(position.start, min(position.stop, self._count)).astype(np.uint64)
         todo = np.arange(len(value))
         while len(todo):
             value[todo] = self._permute(value[todo])
@@ -138,7 +138,7 @@ class BatchPart:
     """A rank's part of a batch.
 
     Args:
-        samples: `[B]` int64, the samples by their place in the split.
+        samples: `[B]` int64, the samples by their position in the split.
         total: samples of the batch, on all ranks.
         offsets: `[U + 1]` int64, of a batch by user: the samples of timeline u are `offsets[u]:offsets[u + 1]`.
         counts: False for an empty part, whose samples stand for those that it lacks, see `Batch`.
@@ -253,8 +253,8 @@ class Chunks:
         if sizes.max(initial=0) <= max_rows:
             return self
         parts = -(-sizes // max_rows)
-        place = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
-        first = np.repeat(self.first[:-1], parts) + place * max_rows
+        position = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        first = np.repeat(self.first[:-1], parts) + position * max_rows
         return replace(self, first=np.append(first, self.first[-1]))
 
 
@@ -293,10 +293,10 @@ def cut_chunks(events: SortedEvents, rows: np.ndarray, max_history: int, max_tim
     for begin, end in blocks(len(rows)):
         block = rows[order[begin:end]].astype(np.int64, copy=False)
         _, older = events.histories(block, len(events))
-        place = np.stack([events.user[block], np.maximum(older - 1, 0) // window])
-        changes = (np.diff(place, axis=1, prepend=last) != 0).any(axis=0)
+        position = np.stack([events.user[block], np.maximum(older - 1, 0) // window])
+        changes = (np.diff(position, axis=1, prepend=last) != 0).any(axis=0)
         first.append(begin + np.flatnonzero(changes))
-        last = place[:, -1:]
+        last = position[:, -1:]
     return Chunks(events, max_history, rows, order, np.concatenate([*first, [len(rows)]]).astype(np.int64))
 
 

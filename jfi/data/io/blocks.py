@@ -16,8 +16,17 @@ from jfi.data.config import FILES, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import count_rounded, has_values, is_list, is_text
 from jfi.data.io.json_lines import iterate_json
-from jfi.data.io.paths import File, Layout, find_files, identify_file, is_configured, is_url, open_file
-from jfi.data.io.table import BLOCK, Reading, Table, check_columns, columns_in, first_fault, join_tables, of_other_kind
+from jfi.data.io.paths import File, FileLayout, find_files, identify_file, is_url, open_file
+from jfi.data.io.table import (
+    BLOCK,
+    SourceReading,
+    SourceRows,
+    check_columns,
+    columns_in,
+    first_fault,
+    join_tables,
+    of_other_kind,
+)
 from jfi.data.io.text import iterate_text
 from jfi.utils.errors import memory_cause
 from jfi.utils.files import reading_file
@@ -25,7 +34,7 @@ from jfi.utils.files import reading_file
 _T = TypeVar("_T")
 
 
-def iterate_parquet(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_parquet(file: File, wanted: Container[str], reading: SourceReading) -> Iterator[SourceRows]:
     """Yields the columns of a Parquet file that are in `wanted` as tables of some rows."""
     path = file.path
     with open_file(path) as stream:
@@ -47,7 +56,7 @@ def iterate_parquet(file: File, wanted: Container[str], reading: Reading) -> Ite
             yield _table(path, schema.empty_table(), schema.names, wanted, 0, reading)
 
 
-def iterate_memory(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_memory(file: File, wanted: Container[str], reading: SourceReading) -> Iterator[SourceRows]:
     """Yields the columns of a table in memory that are in `wanted`."""
     _check_names(file.path, file.table.column_names, wanted)
     yield _table(file.path, file.table, file.table.column_names, wanted, 0, reading)
@@ -68,13 +77,15 @@ def _try(path: str, read: Callable[[], _T]) -> _T:
         raise DataError(f"{path}: a damaged Parquet file, or one that Arrow cannot read: {error}") from error
 
 
-def _table(path: str, data: pa.Table, known: list[str], wanted: Container[str], start: int, reading: Reading) -> Table:
+def _table(
+    path: str, data: pa.Table, known: list[str], wanted: Container[str], start: int, reading: SourceReading
+) -> SourceRows:
     """Returns the table of some rows, after `start` others.
 
     Raises:
         DataError: content does not fit its type, such as text that is not UTF-8.
     """
-    table = Table(path, columns_in(data, wanted), known, lambda row: start + row + 1, reading=reading)
+    table = SourceRows(path, columns_in(data, wanted), known, lambda row: start + row + 1, reading=reading)
     for name in table.data.column_names:
         column = table.data.column(name)
         try:
@@ -94,7 +105,7 @@ DROP = "; data.null_ids: drop leaves such rows out"
 
 def read_table(
     paths: Any, wanted: Collection[str], config: DataConfig | None = None, setting: str = "data.interactions"
-) -> Table:
+) -> SourceRows:
     """Returns the rows of `read_blocks` as one table, for sources that fit in memory."""
     return join_tables(list(read_blocks(paths, wanted, config, setting)))
 
@@ -104,7 +115,7 @@ def read_blocks(
     wanted: Collection[str],
     config: DataConfig | None = None,
     setting: str = "data.interactions",
-) -> Iterator[Table]:
+) -> Iterator[SourceRows]:
     """Yields the columns in `wanted` of a file, or of several files one after another, as tables of some rows.
 
     A file without rows has a table too, so that there is at least one. All tables have the same columns; one that holds
@@ -128,7 +139,7 @@ def read_blocks(
         [['7', '8']]
     """
     config = DataConfig() if config is None else config
-    return (table for _, table in _read(find_table(paths, setting, config), wanted, config))
+    return (table for _, table in read_files(find_table(paths, setting, config), wanted, config))
 
 
 def find_table(paths: Any, setting: str, config: DataConfig) -> list[File]:
@@ -143,8 +154,7 @@ def find_table(paths: Any, setting: str, config: DataConfig) -> list[File]:
     return [replace(file, layout=_with_settings(file.layout, config, setting)) for file in files]
 
 
-def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
-    layout = replace(layout, is_configured=is_configured(setting))
+def _with_settings(layout: FileLayout, config: DataConfig, setting: str) -> FileLayout:
     if codecs.lookup(config.encoding).name != "utf-8":
         layout = replace(layout, encodings=(config.encoding,))
     if not config.quoting:
@@ -158,8 +168,9 @@ def _with_settings(layout: Layout, config: DataConfig, setting: str) -> Layout:
     return replace(layout, delimiter=delimiter, quote=quote, columns=config.header.get(name))
 
 
-def _read(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, Table]]:
-    reading, lists = Reading(tuple(config.missing_values), files[0].layout.is_configured), {}
+def read_files(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, SourceRows]]:
+    """Yields the tables of `read_blocks`, each after its file, of files that `find_table` has found."""
+    reading, lists = SourceReading(tuple(config.missing_values), files[0].is_configured), {}
     ids = {config.user, config.item, config.request_id, config.session}
     ids |= {feature.name for feature in config.features if feature.type == "category"}
     rounded: Counter[str] = Counter()
@@ -199,7 +210,7 @@ def describe_left_out(name: str, rows: int, left_out: int) -> list[str]:
 _READERS = {"arrow": iterate_memory, "parquet": iterate_parquet, "json": iterate_json, "text": iterate_text}
 
 
-def _tables(file: File, wanted: Collection[str], reading: Reading) -> Iterator[Table]:
+def _tables(file: File, wanted: Collection[str], reading: SourceReading) -> Iterator[SourceRows]:
     with reading_file(file.path, DataError):
         for table in _READERS[file.layout.format](file, wanted, reading):
             for name, value in file.partitions.items():
@@ -213,14 +224,14 @@ def _find_names(files: list[File], wanted: Collection[str]) -> set[str]:
     """Returns the names in `wanted` that some row has: a late row of JSON Lines may be the first one with a name."""
     found, rows = set(), 0
     for file in files:
-        for table in _tables(file, wanted, Reading()):
+        for table in _tables(file, wanted, SourceReading()):
             found, rows = found.union(table.known), rows + len(table)
             if found.issuperset(wanted):
                 return set(wanted)
     return found.intersection(wanted) if rows else set(wanted)
 
 
-def _check_lists(table: Table, lists: dict[str, bool]) -> None:
+def _check_lists(table: SourceRows, lists: dict[str, bool]) -> None:
     """Raises DataError for a value that is a list where `lists` says that those before are not, or the reverse."""
     for name in table.data.column_names:
         column = table.data.column(name)
@@ -237,13 +248,14 @@ def identify_files(config: DataConfig) -> list[tuple[str, object]]:
     Raises:
         DataError: nothing is there, or a file's kind is unknown.
     """
-    files = _files(config, [name for name in FILES if getattr(config, name) is not None])
+    names = [name for name in FILES if getattr(config, name) is not None]
+    files = [file for name in names for file in find_table(getattr(config, name), f"data.{name}", config)]
     return [(file.path, identify_file(file.path)) for file in files if file.table is None]
 
 
 def existing_interactions(config: DataConfig) -> list[File]:
     """Returns the files of the interactions that a config names, of all splits; none if one of them is not there."""
-    given = [getattr(config, name) for name in _interactions(config)]
+    given = [getattr(config, name) for name in config.interaction_settings()]
     paths = list(dict.fromkeys(path for one in given for path in (one if isinstance(one, list) else [one])))
     try:
         files = find_table(paths, "data.interactions", config)
@@ -252,9 +264,9 @@ def existing_interactions(config: DataConfig) -> list[File]:
     return files if all(is_url(file.path) or os.path.exists(file.path) for file in files) else []
 
 
-def count_rows(config: DataConfig) -> int | None:
-    """Returns the number of interactions where the files tell it without being read, else None."""
-    files, count = _files(config, _interactions(config)), 0
+def count_rows(files: list[File]) -> int | None:
+    """Returns the number of rows where the files tell it without being read, else None."""
+    count = 0
     if any(file.layout.format not in ("arrow", "parquet") for file in files):
         return None
     for file in files:
@@ -269,32 +281,16 @@ def count_rows(config: DataConfig) -> int | None:
     return count
 
 
-def iterate_tables(config: DataConfig) -> Iterator[tuple[int, Table]]:
-    """Yields the interactions as tables of some rows, each after the number of its setting.
-
-    The settings are `interactions` and, with `split: files`, `validation` and `test`.
+def find_interactions(config: DataConfig) -> list[File]:
+    """Returns the files of the interactions, and with `split: files` those of `validation` and `test` behind them.
 
     Raises:
-        DataError: as `read_blocks`.
+        DataError: as `find_table`.
     """
-    names = _interactions(config)
-    for file, table in _read(_files(config, names), config.columns(of_interactions=True), config):
-        yield names.index(file.setting.removeprefix("data.")), table
-
-
-def name_of(config: DataConfig) -> str:
-    """Returns how messages name the table of interactions: its file, or the first and the last one."""
-    return name_files(_files(config, _interactions(config)))
+    names = config.interaction_settings()
+    return [file for name in names for file in find_table(getattr(config, name), f"data.{name}", config)]
 
 
 def name_files(files: list[File]) -> str:
     """Returns how messages name a table of some files: by one, or by the first and the last one."""
     return files[0].path if len(files) == 1 else f"{files[0].path} to {files[-1].path}"
-
-
-def _interactions(config: DataConfig) -> list[str]:
-    return ["interactions", "validation", "test"] if config.split == "files" else ["interactions"]
-
-
-def _files(config: DataConfig, names: list[str]) -> list[File]:
-    return [file for name in names for file in find_table(getattr(config, name), f"data.{name}", config)]

@@ -14,7 +14,7 @@ import pyarrow.json
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, TEXTS, is_list
 from jfi.data.io.paths import File
-from jfi.data.io.table import Reading, Table, columns_in, of_other_kind
+from jfi.data.io.table import SourceReading, SourceRows, columns_in, of_other_kind
 from jfi.data.io.text import LONGEST_ROW, stream_utf8
 from jfi.utils.encoding import text_of
 
@@ -30,7 +30,7 @@ _IS_STRUCTURE = _DEPTH != 0
 _IS_STRUCTURE[[_QUOTE, _COMMA, _LINE_END]] = True
 
 
-def iterate_json(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_json(file: File, wanted: Container[str], reading: SourceReading) -> Iterator[SourceRows]:
     """Yields the columns of a file of JSON that are in `wanted`; a table has the rows of about 16 MiB.
 
     Values keep the types that Arrow finds in a part of the file, or are texts where they are of several types.
@@ -47,7 +47,7 @@ def iterate_json(file: File, wanted: Container[str], reading: Reading) -> Iterat
         known.update((name, None) for name in data.column_names if name)
         for name in known.keys() - data.column_names:  # of rows before
             data = data.append_column(name, pa.nulls(len(data)))
-        yield Table(file.path, columns_in(data, wanted), list(known), block.line, reading=reading)
+        yield SourceRows(file.path, columns_in(data, wanted), list(known), block.line, reading=reading)
 
 
 def _split_lines(path: str, parts: Iterator[bytes]) -> Iterator["_Block"]:

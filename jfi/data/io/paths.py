@@ -25,7 +25,7 @@ _GENRES = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The format of a file.
 
     Args:
@@ -37,7 +37,6 @@ class Layout:
         separators: by multi-valued column the separator of its values.
         flags: columns of 0 and 1 that together make the multi-valued column `genres`.
         encodings: tried in this order, unless the config names another one.
-        is_configured: whether a config names the file, so that its settings can say how to read it.
     """
 
     format: Literal["text", "json", "parquet", "arrow"]
@@ -48,20 +47,15 @@ class Layout:
     separators: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     encodings: tuple[str, ...] = ("utf-8",)
-    is_configured: bool = True
-
-    def advice(self, text: str) -> str:
-        """Returns the end of a message that advises on a setting of a config; "" where none names the file."""
-        return f"; {text}" if self.is_configured else ""
 
 
-def _movielens(delimiter: str, columns: str, **other: Any) -> Layout:
+def _movielens(delimiter: str, columns: str, **other: Any) -> FileLayout:
     # MovieLens' own files are latin-1; some mirrors converted them to UTF-8.
-    return Layout("text", delimiter, columns.split(), encodings=("utf-8", "latin-1"), **other)
+    return FileLayout("text", delimiter, columns.split(), encodings=("utf-8", "latin-1"), **other)
 
 
-_RECBOLE = Layout("text", "\t", typed=True)
-_JSON, _PARQUET = Layout("json"), Layout("parquet")
+_RECBOLE = FileLayout("text", "\t", typed=True)
+_JSON, _PARQUET = FileLayout("json"), FileLayout("parquet")
 # By the name of the file, else by its suffix.
 _LAYOUTS = {
     "u.data": _movielens("\t", _RATINGS),
@@ -72,8 +66,8 @@ _LAYOUTS = {
     "ratings.dat": _movielens("::", _RATINGS),
     "users.dat": _movielens("::", "user_id gender age occupation zip_code"),
     "movies.dat": _movielens("::", "item_id title genres", separators={"genres": "|"}),
-    ".csv": Layout("text", ",", quote='"'),
-    ".tsv": Layout("text", "\t", quote='"'),
+    ".csv": FileLayout("text", ",", quote='"'),
+    ".tsv": FileLayout("text", "\t", quote='"'),
     ".inter": _RECBOLE,
     ".user": _RECBOLE,
     ".item": _RECBOLE,
@@ -89,7 +83,7 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 KNOWN_NAMES = f"{', '.join(_LAYOUTS)}, and those of text with {' or '.join(COMPRESSED)}"
 
 
-def find_layout(path: str, delimiter: str | None = None) -> Layout | None:
+def find_layout(path: str, delimiter: str | None = None) -> FileLayout | None:
     """Returns the layout of a file by its name, or None for a name that is not known.
 
     With `delimiter`, a name that is not known is that of a text file.
@@ -103,7 +97,7 @@ def find_layout(path: str, delimiter: str | None = None) -> Layout | None:
     layout = _LAYOUTS.get(plain, _LAYOUTS.get(PurePath(plain).suffix))
     if layout is _PARQUET and plain != name:  # Parquet has its own compression.
         return None
-    return Layout("text", delimiter, quote='"') if layout is None and delimiter is not None else layout
+    return FileLayout("text", delimiter, quote='"') if layout is None and delimiter is not None else layout
 
 
 #: Files of a prepared dataset.
@@ -126,14 +120,23 @@ class File:
         layout: its format.
         partitions: values of columns that the names of its folders give, as in `parts/day=2020-01-01/0.parquet`.
         table: its rows, if it is a table in memory.
-        setting: the config's field that names it.
+        setting: the config's field that names it, or an option or an argument.
     """
 
     path: str
-    layout: Layout
+    layout: FileLayout
     partitions: dict[str, str | None] = field(default_factory=dict)
     table: pa.Table | None = None
     setting: str = "data.interactions"
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether a config names the file, so that its settings can say how to read it."""
+        return self.setting.startswith("data.")
+
+    def advice(self, text: str) -> str:
+        """Returns the end of a message that advises on a setting of a config; "" where none names the file."""
+        return f"; {text}" if self.is_configured else ""
 
 
 class UnnamedURL(str):
@@ -159,11 +162,6 @@ def unnamed_urls(paths: Any, named: Collection[str] = ()) -> Any:
 def is_url(path: str) -> bool:
     """True for a path that fsspec opens, such as `s3://bucket/rows.parquet`."""
     return "://" in path
-
-
-def is_configured(setting: str) -> bool:
-    """True for a setting of a config, not for an option or an argument, whose file no other setting describes."""
-    return setting.startswith("data.")
 
 
 def open_file(path: str) -> IO[bytes]:
@@ -229,11 +227,15 @@ def find_files(paths: Any, setting: str = "data.interactions", delimiter: str | 
             given = listed[0] if len(listed) == 1 else f"'[{', '.join(map(str, listed))}]'"
             raise DataError(f"{what} are opened: add --{setting.removeprefix('--')} {given}")
         if not isinstance(source, str | os.PathLike):
-            files.append(File(IN_MEMORY, Layout("arrow"), table=as_table(source, setting), setting=setting))
+            files.append(File(IN_MEMORY, FileLayout("arrow"), table=as_table(source, setting), setting=setting))
             continue
         first: dict[str, File] = {}  # by folder
         for folder, path in _expand(os.fspath(source), setting):
-            file = File(path, _layout(path, delimiter, setting), _partitions(path, folder), setting=setting)
+            layout = find_layout(path, delimiter)
+            file = File(path, layout or FileLayout("text"), _partitions(path, folder), setting=setting)
+            if layout is None:
+                advice = file.advice("for other text files set data.delimiter")
+                raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}{advice}")
             other = file if folder is None else first.setdefault(folder, file)
             if file.layout != other.layout:
                 names = " and ".join(os.path.relpath(one.path, folder) for one in (other, file))
@@ -294,14 +296,6 @@ def _expand_url(url: str, setting: str) -> list[tuple[str | None, str]]:
     return [(folder, system.unstrip_protocol(one)) for one in sorted(found, key=by_number)]
 
 
-def _layout(path: str, delimiter: str | None, setting: str) -> Layout:
-    layout = find_layout(path, delimiter)
-    if layout is None:
-        advice = "; for other text files set data.delimiter" if is_configured(setting) else ""
-        raise DataError(f"{path}: unknown file type; known names and suffixes: {KNOWN_NAMES}{advice}")
-    return layout
-
-
 def _files_below(folder: str) -> list[str]:
     def refuse(error: OSError) -> None:
         with reading_file(error.filename, DataError):
@@ -325,7 +319,7 @@ def _files_below(folder: str) -> list[str]:
 
 
 def name_tables(source: Any) -> Any:
-    """Returns what `find_files` takes with a text that holds the SHA-256 in the place of each table in memory."""
+    """Returns what `find_files` takes with a text that holds the SHA-256 in place of each table in memory."""
     if isinstance(source, list | tuple):
         return [name_tables(one) for one in source]
     if source is None or isinstance(source, str):

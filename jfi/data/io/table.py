@@ -29,7 +29,7 @@ _SHOWN = 80
 
 
 @dataclass(frozen=True)
-class Reading:
+class SourceReading:
     """State that the tables of one source, read a block after another, share.
 
     Args:
@@ -46,8 +46,8 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Table:
-    """N rows and the place they come from.
+class SourceRows:
+    """N rows and where they come from.
 
     Args:
         name: the file as the config names it, or the origin of a table without a file.
@@ -63,19 +63,19 @@ class Table:
     data: pa.Table
     known: list[str]
     line: Callable[[int], int]
-    parts: Sequence["Table"] = ()
-    reading: Reading = field(default_factory=Reading)
+    parts: Sequence["SourceRows"] = ()
+    reading: SourceReading = field(default_factory=SourceReading)
     left_out: int = 0
 
     def __len__(self) -> int:
         return self.data.num_rows
 
-    def cut(self, size: int) -> "Iterator[Table]":
+    def cut(self, size: int) -> "Iterator[SourceRows]":
         """Yields the rows as tables of at most `size` rows, at least one."""
         for start in range(0, max(len(self), 1), size):
             yield replace(self, data=self.data.slice(start, size), line=lambda row, start=start: self.line(start + row))
 
-    def with_ids(self, names: Sequence[str]) -> "Table":
+    def with_ids(self, names: Sequence[str]) -> "SourceRows":
         """Returns the rows that have a value in each of the columns, as far as the table has them."""
         is_missing = np.zeros(len(self), bool)
         for name in set(names).intersection(self.known):
@@ -86,22 +86,22 @@ class Table:
         data, left_out = self.data.take(pa.array(rows)), int(is_missing.sum())
         return replace(self, data=data, line=lambda row: self.line(int(rows[row])), left_out=left_out)
 
-    def with_column(self, name: str, value: str | None) -> "Table":
+    def with_column(self, name: str, value: str | None) -> "SourceRows":
         """Returns the table with a further column, which holds `value` in each row."""
         column = pa.nulls(len(self)) if value is None else pa.repeat(pa.scalar(value, TEXT), len(self))
         return replace(self, data=self.data.append_column(name, column), known=[*self.known, name])
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Returns `file:line` of a row."""
         for part in self.parts:
             if row < len(part):
-                return part.place(row)
+                return part.location(row)
             row -= len(part)
         return f"{self.name}:{self.line(row)}"
 
     def fault(self, row: int, what: str) -> DataError:
         """Returns the error for a row."""
-        return DataError(f"{self.place(row)}: {what}")
+        return DataError(f"{self.location(row)}: {what}")
 
     def column(self, name: str) -> pa.Array:
         """Returns the column in one piece, without dictionaries; texts are large_string.
@@ -167,7 +167,7 @@ class Table:
         again = first != np.arange(len(first))
         if again.any():
             row = int(again.argmax())
-            raise self.fault(row, f"'{name}' {column[row]} is already in {self.place(int(first[row]))}")
+            raise self.fault(row, f"'{name}' {column[row]} is already in {self.location(int(first[row]))}")
         return column
 
     def categories(self, name: str, separators: dict[str, str]) -> pa.Array:
@@ -259,7 +259,7 @@ def columns_in(data: pa.Table, wanted: Container[str]) -> pa.Table:
     return data.select(names) if names else pa.table({"": pa.nulls(len(data))})
 
 
-def check_columns(first: Table, table: Table) -> None:
+def check_columns(first: SourceRows, table: SourceRows) -> None:
     """Raises DataError if two tables differ in their columns in use."""
     for one, other in ((first, table), (table, first)):
         for name in set(one.data.column_names) & set(one.known) - set(other.known):
@@ -272,7 +272,7 @@ def of_other_kind(has_lists: bool) -> str:
     return f"is {here} here and {there} in other rows; it must be of one kind"
 
 
-def join_tables(tables: Sequence[Table]) -> Table:
+def join_tables(tables: Sequence[SourceRows]) -> SourceRows:
     """Returns one table of the rows of several, at least one, which have the same columns."""
     first, last = tables[0], tables[-1]
     if len(tables) == 1:
@@ -286,7 +286,7 @@ def join_tables(tables: Sequence[Table]) -> Table:
     return replace(first, name=name, data=joined, parts=tables, left_out=left_out)
 
 
-def _join(tables: Sequence[Table], name: str) -> pa.ChunkedArray:
+def _join(tables: Sequence[SourceRows], name: str) -> pa.ChunkedArray:
     columns = [table.data.column(name) for table in tables]
     kind = common_type({column.type for column in columns})
     return pa.chunked_array([as_type(chunk, kind) for column in columns for chunk in column.chunks], kind)

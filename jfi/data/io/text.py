@@ -18,8 +18,8 @@ import pyarrow.csv
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT
-from jfi.data.io.paths import COMPRESSED, File, Layout, open_file
-from jfi.data.io.table import Reading, Table, columns_in, header_hint
+from jfi.data.io.paths import COMPRESSED, File, FileLayout, open_file
+from jfi.data.io.table import SourceReading, SourceRows, columns_in, header_hint
 
 UTF8 = "utf-8"
 #: Bytes of a part of a file, of which memory holds a few.
@@ -77,7 +77,7 @@ def _raw_parts(path: str) -> Iterator[bytes]:
 
 def _decode(file: File, encoding: str) -> Iterator[bytes]:
     """Yields the text of a file as UTF-8; no part ends between the CR and the LF of a line end."""
-    path, layout = file.path, file.layout
+    path = file.path
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=False)
     begin, offset, lines = b"", 0, 1
     for part in chain(_raw_parts(path), [b""]):
@@ -86,15 +86,15 @@ def _decode(file: File, encoding: str) -> Iterator[bytes]:
             text = decoder.decode(part, final=not part).encode(UTF8)
         except UnicodeDecodeError as error:
             # The decoder may have kept the first bytes of a character from the part before.
-            place = offset - len(error.object) + error.start
+            position = offset - len(error.object) + error.start
             lines += count_lines(error.object[: error.start].decode(encoding, "ignore").encode(UTF8, "ignore"))
             name = "UTF-8" if codecs.lookup(encoding).name == UTF8 else encoding
             is_utf16 = begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
             advice = "it starts like UTF-16: set data.encoding: utf-16" if is_utf16 else _ADVICE
-            what = f"the byte 0x{error.object[error.start]:02X} at offset {place} is not {name}"
-            raise DataError(f"{path}:{lines}: {what}{layout.advice(advice)}") from error
+            what = f"the byte 0x{error.object[error.start]:02X} at offset {position} is not {name}"
+            raise DataError(f"{path}:{lines}: {what}{file.advice(advice)}") from error
         except UnicodeError as error:  # UTF-16 without a byte order mark, or half of a surrogate pair
-            raise DataError(f"{path}: not {encoding}: {error}{layout.advice(_ADVICE)}") from error
+            raise DataError(f"{path}: not {encoding}: {error}{file.advice(_ADVICE)}") from error
         lines += count_lines(text)
         yield text
 
@@ -108,7 +108,7 @@ _UNQUOTE = "set data.quoting: false if quotes are ordinary characters in this fi
 _OPEN = "unexpected end of data"
 
 
-def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterator[Table]:
+def iterate_text(file: File, wanted: Container[str], reading: SourceReading) -> Iterator[SourceRows]:
     """Yields columns of a text file as texts, and as lists where its layout has separators.
 
     A table has the rows of about 16 MiB.
@@ -127,22 +127,22 @@ def iterate_text(file: File, wanted: Container[str], reading: Reading) -> Iterat
                 raise DataError(f"{path}:1: a line longer than {_MAX_HEADER >> 20} MiB, expected the names of columns")
             if part is not None and header.end() == len(pending):  # it may go on
                 continue
-            names, separators = _header(path, layout, header[0].decode())
+            names, separators = _header(file, header[0].decode())
             del pending[: header.end()]
             before = 1
-        block = _Block(path, layout, names, bytes(pending), before, is_last=part is None)
+        block = _Block(file, names, bytes(pending), before, is_last=part is None)
         if block.end or (part is None and not begun):  # a file without rows has a table too
             yield _table(block, separators, wanted, reading)
             begun = True
         elif part is not None and len(pending) > LONGEST_ROW:
-            _Block(path, layout, names, bytes(pending), before, is_last=True)  # names a quote that is not closed
+            _Block(file, names, bytes(pending), before, is_last=True)  # names a quote that is not closed
             raise block.fault(1, f"a row longer than {LONGEST_ROW >> 20} MiB")
         del pending[: block.end]
         before += block.num_lines
 
 
-def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], reading: Reading) -> Table:
-    names, flags = block.names, block.layout.flags
+def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], reading: SourceReading) -> SourceRows:
+    names, flags = block.names, block.file.layout.flags
     used = [name for name in names if name in wanted or ("genres" in wanted and name in flags)]
     data = columns_in(block.parse(used or names[:1]), used)
     for name in separators.keys() & set(used):
@@ -152,33 +152,32 @@ def _table(block: "_Block", separators: dict[str, str], wanted: Container[str], 
         names = [name for name in names if name not in flags] + ["genres"]
         if "genres" in wanted:
             data = data.append_column("genres", _join_flags(data.select(flags)))
-    return Table(block.path, data, names, block.line, reading=reading)
+    return SourceRows(block.file.path, data, names, block.line, reading=reading)
 
 
 class _Block:
     """The whole rows at the start of some text of a file.
 
     Args:
-        path: of the file.
-        layout: of the file.
+        file: the file.
         names: of its columns.
         text: UTF-8, from the start of a row.
         before: the number of lines before the text.
         is_last: whether the file ends with the text; otherwise its last row may go on.
     """
 
-    def __init__(self, path: str, layout: Layout, names: list[str], text: bytes, before: int, is_last: bool) -> None:
-        self.path, self.layout, self.names, self._before = path, layout, names, before
+    def __init__(self, file: File, names: list[str], text: bytes, before: int, is_last: bool) -> None:
+        self.file, self.names, self._before = file, names, before
         #: The first line and the fields of each row, if Python's csv has read them.
         self._rows: list[tuple[int, list[str]]] | None = None
-        end = _end_of_rows(text, layout, is_last)
+        end = _end_of_rows(text, file.layout, is_last)
         self.end = self._read(text, is_last) if end is None else end
         self._text = text[: self.end]
         self.num_lines = count_lines(self._text)
 
     def fault(self, line: int, what: str) -> DataError:
         """Returns the error for a line of the text, counted from 1."""
-        return DataError(f"{self.path}:{self._before + line}: {what}")
+        return DataError(f"{self.file.path}:{self._before + line}: {what}")
 
     def line(self, row: int) -> int:
         """Returns the line of the file on which a row starts."""
@@ -197,8 +196,8 @@ class _Block:
         return pa.table([pa.array([record[i] for _, record in self._rows], TEXT) for i in positions], used)
 
     def _parse(self, used: list[str]) -> pa.Table:
-        text, delimiter = _split_by_one(self._text, self.layout.delimiter)
-        quote = self.layout.quote if self.layout.quote and self.layout.quote.encode() in text else None
+        quote, (text, delimiter) = self.file.layout.quote, _split_by_one(self._text, self.file.layout.delimiter)
+        quote = quote if quote and quote.encode() in text else None
         return pyarrow.csv.read_csv(
             pa.BufferReader(text),
             # In one block, since Arrow loses the LF of a CR LF in quotes where a block ends between them.
@@ -221,9 +220,9 @@ class _Block:
         Raises:
             DataError: a row has too few or too many fields, or text follows the quote that closes a field.
         """
-        text, delimiter = _split_by_one(content, self.layout.delimiter)
+        quote, (text, delimiter) = self.file.layout.quote, _split_by_one(content, self.file.layout.delimiter)
         lines, rows, start = list(io.StringIO(text.decode(), newline="")), [], 0
-        with _csv_reader(lines, delimiter, self.layout.quote) as reader:
+        with _csv_reader(lines, delimiter, quote) as reader:
             try:
                 for record in reader:
                     end = reader.line_num
@@ -231,8 +230,8 @@ class _Block:
                         break
                     if record and len(record) != len(self.names):
                         what = f"{len(record)} fields, expected {len(self.names)}"
-                        is_quoted = self.layout.quote is not None and self.layout.quote in "".join(lines[start:end])
-                        raise self.fault(start + 1, what + self.layout.advice(_UNQUOTE) * is_quoted)
+                        is_quoted = quote is not None and quote in "".join(lines[start:end])
+                        raise self.fault(start + 1, what + self.file.advice(_UNQUOTE) * is_quoted)
                     if record:  # a blank line has none
                         rows.append((start + 1, record))
                     start = end
@@ -240,13 +239,13 @@ class _Block:
                 if is_last or str(error) != _OPEN:
                     what = f"takes in text up to a quote within line {self._before + reader.line_num}"
                     what = "is never closed" if str(error) == _OPEN else what
-                    what += self.layout.advice(_UNQUOTE)
+                    what += self.file.advice(_UNQUOTE)
                     raise self.fault(start + 1, f"the quote that opens a field here {what}") from error
         self._rows = rows
         return len(content) if is_last else len("".join(lines[:start]).encode())
 
 
-def _end_of_rows(text: bytes, layout: Layout, is_last: bool) -> int | None:
+def _end_of_rows(text: bytes, layout: FileLayout, is_last: bool) -> int | None:
     """Returns the number of bytes of whole rows, or None if not each quote opens or closes a field or doubles one."""
     quote = (layout.quote or "").encode()
     if not quote or quote not in text:
@@ -283,37 +282,37 @@ def _csv_reader(lines: list[str], delimiter: str, quote: str | None) -> Iterator
         csv.field_size_limit(limit)
 
 
-def _header(path: str, layout: Layout, line: str) -> tuple[list[str], dict[str, str]]:
+def _header(file: File, line: str) -> tuple[list[str], dict[str, str]]:
     """Returns the names of the columns, and the separators of those that are multi-valued."""
-    place, names = f"{path}:1", line.strip("\r\n")
+    location, layout, names = f"{file.path}:1", file.layout, line.strip("\r\n")
     if not names:
         what = "empty line" if line else "the file is empty"
-        raise DataError(f"{place}: {what}, expected the names of the columns")
+        raise DataError(f"{location}: {what}, expected the names of the columns")
     if "\0" in line:
-        advice = " set data.encoding: utf-16" if layout.is_configured else ""
-        raise DataError(f"{place}: the names of the columns hold the byte 0; is this UTF-16?{advice}")
+        advice = " set data.encoding: utf-16" if file.is_configured else ""
+        raise DataError(f"{location}: the names of the columns hold the byte 0; is this UTF-16?{advice}")
     text, delimiter = _split_by_one(names.encode(), layout.delimiter)
     try:
         with _csv_reader([text.decode()], delimiter, layout.quote) as reader:
             names = next(reader)
     except csv.Error as error:
         what = "is not closed on the line" if str(error) == _OPEN else "is followed by text"
-        raise DataError(f"{place}: the quote of a column's name {what}{layout.advice(_UNQUOTE)}") from error
+        raise DataError(f"{location}: the quote of a column's name {what}{file.advice(_UNQUOTE)}") from error
     longest = max(map(len, names))
     if longest > _MAX_NAME:
-        raise DataError(f"{place}: the name of a column has {longest} characters, at most {_MAX_NAME} are read")
+        raise DataError(f"{location}: the name of a column has {longest} characters, at most {_MAX_NAME} are read")
     separators = {}
     if layout.typed:
         for name in names:
             if not re.fullmatch(r".+:(token|token_seq|float|float_seq)", name):
                 expected = "name:type, where type is token, token_seq, float or float_seq"
-                raise DataError(f"{place}: header '{name}' must be {expected}")
+                raise DataError(f"{location}: header '{name}' must be {expected}")
         pairs = [name.rsplit(":", 1) for name in names]
         names, separators = [name for name, _ in pairs], {name: " " for name, kind in pairs if kind.endswith("_seq")}
     if len(set(names)) < len(names):
         repeated = next(name for i, name in enumerate(names) if name in names[:i])
-        hint = header_hint(names) if layout.is_configured else ""
-        raise DataError(f"{place}: column '{repeated}' appears twice{hint}")
+        hint = header_hint(names) if file.is_configured else ""
+        raise DataError(f"{location}: column '{repeated}' appears twice{hint}")
     return names, separators
 
 

@@ -9,13 +9,13 @@ import numpy as np
 from jfi.data.config import DataConfig, LabelConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import name_of, read_table
+from jfi.data.io.blocks import find_interactions, read_table
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_features
-from jfi.data.prepared.stages.read import SourceTables, column_settings, open_tables
+from jfi.data.prepared.stages.read import SourceTables, open_tables
 from jfi.data.prepared.stages.statistics import compute_statistics
-from jfi.data.schema.labels import labels_of
+from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema
 from jfi.events.groups import BY_CATEGORY, SESSIONS
 from jfi.events.statistics import Statistics
@@ -49,7 +49,7 @@ def training_log(config: DataConfig, conversion: str | None = None) -> tuple[Eve
     if config.prepared is not None:
         raise DataError("data.prepared is set; a policy is fitted to tables, since a prepared one has no conversions")
     config = replace(config, statistics=[], policy=None)
-    settings = column_settings(config)
+    settings = config.resolved()
     if settings.dwell is None and settings.surface is None:
         raise DataError("neither data.dwell nor data.surface is set; a policy needs one of them")
     rule = conversion or (settings.targets()[0].label if settings.task == "binary" else None)
@@ -59,7 +59,7 @@ def training_log(config: DataConfig, conversion: str | None = None) -> tuple[Eve
     given = open_tables(replace(config, labels=[*config.labels, LabelConfig("-conversion", rule, "auxiliary")]))
     config = given.config
     with temporary_folder("jfi-log-") as folder:
-        read_and_sort(given, folder, Stages(folder, durable=False), check=False)
+        read_and_sort(given, Stages(folder, durable=False), check=False)
         events = sorted_events(config, folder)
         columns = Columns(given, folder, events)
         engagement, train = read_engagement(columns), columns.train
@@ -84,7 +84,7 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
     """
     given = _tables(config)
     with temporary_folder("jfi-log-") as folder:
-        read_and_sort(given, folder, Stages(folder, durable=False), check=False)
+        read_and_sort(given, Stages(folder, durable=False), check=False)
         columns = Columns(given, folder, sorted_events(given.config, folder))
         names = {"item": {given.config.item, *given.config.names("item", "category")}}
         names["event"] = {*given.config.names("event")}
@@ -100,16 +100,27 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
 
 def _tables(config: DataConfig) -> SourceTables:
     """The tables with the settings and the columns that statistics need."""
-    config = config.with_statistics()
-    names = "user item timestamp timestamp_unit label history statistics max_history max_slots interactions"
-    names = f"{names} encoding quoting delimiter header missing_values null_ids".split()
-    names += ["split", "validation", "test"] if config.split == "files" else []
-    own = {name: getattr(config, name) for name in names}
-    groups = {*config.statistics_groups()}
-    categories = {*config.names("item", "category")} if {*BY_CATEGORY} & groups else set()
-    of_events = {name for names in config.event_values() for name in names} if "event_values" in groups else set()
-    features = [one for one in config.features if one.name in {"item": categories, "event": of_events}.get(one.of, ())]
-    session = config.session if {*SESSIONS} & groups else None
-    settings = column_settings(DataConfig(**own, features=features, session=session, items=config.items))
-    items = read_table(config.items, config.columns(), config, "data.items") if categories and config.items else None
-    return SourceTables(name_of(config), None, items, None, settings)
+    config = config.resolved()
+    groups, (label, *_) = {*config.statistics_groups()}, config.targets()
+    read = {"item": config.names("item", "category")} if {*BY_CATEGORY} & groups else {}
+    read |= {"event": config.names("event")} if "event_values" in groups else {}
+    config = replace(
+        config,
+        features=[one for one in config.features if one.name in read.get(one.of, ())],
+        users=None,
+        items=config.items if read.get("item") else None,
+        semantic_ids=None,
+        label=label.label,
+        labels=[],
+        weight=None,
+        title=None,
+        split="files" if config.split == "files" else "time",
+        split_column=None,
+        request_id=None,
+        dwell=None,
+        surface=None,
+        session=config.session if {*SESSIONS} & groups else None,
+        policy=None,
+    ).resolved()
+    items = None if config.items is None else read_table(config.items, config.columns(), config, "data.items")
+    return SourceTables(config, find_interactions(config), items=items)

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from jfi.data.config import FILES, DataConfig, FeatureConfig
+from jfi.data.config import FILES, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.paths import unnamed_urls
 from jfi.data.schema.schema import DataSchema, read_versioned
@@ -17,7 +17,7 @@ RUN_SETTINGS = ("max_history", "batching", "negatives", "policy")
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """The content of manifest.json.
 
     Args:
@@ -36,7 +36,7 @@ class Manifest:
         (folder / MANIFEST).write_text(json.dumps(tree, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Manifest":
+    def load(cls, folder: str | Path) -> "DatasetManifest":
         """The manifest of a prepared dataset.
 
         Raises:
@@ -61,14 +61,7 @@ def prepared_config(folder: str | Path, **choices: float | str | None) -> DataCo
     Raises:
         DataError: there is no prepared dataset.
     """
-    return dataclasses.replace(Manifest.load(folder).data, prepared=str(folder), **choices)
-
-
-def with_statistics_features(config: DataConfig, made: list[str]) -> DataConfig:
-    """The config whose features include the dense features of the context that statistics make, by their names."""
-    known = config.names("context", "number")
-    made = [FeatureConfig(name, "context", "number") for name in made if name not in known]
-    return dataclasses.replace(config, features=[*config.features, *made]) if made else config
+    return dataclasses.replace(DatasetManifest.load(folder).data, prepared=str(folder), **choices)
 
 
 def resolve(config: DataConfig) -> DataConfig:
@@ -82,10 +75,10 @@ def resolve(config: DataConfig) -> DataConfig:
     """
     if config.prepared is None:
         return config
-    made, settings, default = Manifest.load(config.prepared).data, {}, DataConfig()
+    made, settings, default = DatasetManifest.load(config.prepared).data, {}, DataConfig()
     # The dataset's features have those that its statistics made.
     if config.features:
-        config = with_statistics_features(config, made.statistics_columns())
+        config = config.with_context_numbers(made.statistics_columns())
     for one in dataclasses.fields(DataConfig):
         name, own, theirs = one.name, getattr(config, one.name), getattr(made, one.name)
         if name == "prepared" or name in RUN_SETTINGS:

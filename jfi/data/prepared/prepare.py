@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.batch import Arrays
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
@@ -38,7 +38,6 @@ from jfi.data.prepared.stages.encode_columns import encode_dense, encode_feature
 from jfi.data.prepared.stages.read import (
     SourceTables,
     check_rows,
-    column_settings,
     open_tables,
     read_rows,
     read_warnings,
@@ -52,9 +51,9 @@ from jfi.data.prepared.stages.sort import (
 )
 from jfi.data.prepared.stages.splits import SPLITS, choose_samples
 from jfi.data.prepared.stages.statistics import compute_statistics
-from jfi.data.prepared.stages.summarize import summarize
 from jfi.data.prepared.store import BY_ITEM, EVENTS, event_table, open_prepared, write_files
-from jfi.data.schema.labels import target_names
+from jfi.data.prepared.summary import summarize
+from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import SortedEvents, index_type, order_by_item
 from jfi.utils.display import Display
@@ -76,7 +75,7 @@ def prepare_dataset(
     Args:
         config: the tables and their columns.
         out: folder to write, must not exist. Beside it the folder `.<name>.preparing` holds up to five times its size.
-        memory: most that the sorting engine holds in memory, such as "4GB"; None is half of what is free.
+        memory: most that sorting holds in memory, such as "4GB"; None is half of what is free.
         schema: of a run with these columns, to encode the tables with; None learns one.
         show: whether to show the progress on stderr: a bar on a terminal, and elsewhere a line every 30 seconds.
 
@@ -102,44 +101,38 @@ def prepare_dataset(
         return
     if out.exists():
         raise FileExistsError(errno.EEXIST, "file exists", str(out))
-    if memory is not None:
-        check_memory(memory)
+    stages = Stages(work, show, memory=memory)
     if schema is not None:
-        check_fits(schema, column_settings(config))
+        check_fits(schema, config.resolved())
     with naming(work), _locked(work, config, schema), _keeping(work):
-        make_dataset(config, schema, work, Stages(work, show), memory)
+        make_dataset(config, schema, stages)
         (work / "result").rename(out)
         sync(out.parent)
 
 
-def make_dataset(
-    config: DataConfig, schema: DataSchema | None, work: Path, stages: "Stages", memory: str | None = None
-) -> None:
-    """Writes a prepared dataset into the folder `result` of the stages.
+def make_dataset(config: DataConfig, schema: DataSchema | None, stages: "Stages") -> DataSchema:
+    """Writes a prepared dataset into the folder `result` of the stages; returns its schema.
 
     Args:
         config: the tables and their columns, checked.
         schema: to encode the tables with; None learns one.
-        work: the folder of the stages.
         stages: those that are done are not done again.
-        memory: most that the sorting engine holds in memory; None is half of what is free.
     """
     given = open_tables(config)
     if schema is not None and schema.codec is not None and given.sids is not None:
         given.sids.check_codec(schema.codec, "the run")
-    read_and_sort(given, work, stages, memory)
+    read_and_sort(given, stages)
     with stages.run("result", None, "encode and write") as advance:
         if advance is not None:
-            write_prepared(given, schema, work, stages.durable)
+            schema = write_prepared(given, schema, stages.folder, stages.durable)
+    return schema or DataSchema.load(stages.folder / "result", verified=False)
 
 
-def read_and_sort(
-    given: SourceTables, work: Path, stages: "Stages", memory: str | None = None, check: bool = True
-) -> None:
+def read_and_sort(given: SourceTables, stages: "Stages", check: bool = True) -> None:
     """Writes the folders `read`, `rows` and `order` of the stages; with `check` all labels must vary."""
-    read, rows, order = (work / name for name in ("read", "rows", "order"))
-    config, scratch = given.config, work / SCRATCH
-    with stages.run("read", count_rows(config) if given.parts is None else None) as advance:
+    read, rows, order, scratch = (stages.folder / name for name in ("read", "rows", "order", SCRATCH))
+    config, memory = given.config, stages.memory
+    with stages.run("read", count_rows(given.files)) as advance:
         if advance is not None:
             reader = read_rows(given.interactions(), config, read, advance)
             if reader is None:
@@ -176,8 +169,11 @@ def sorted_events(
     return SortedEvents(user, item, time, label, split, histories, targets)
 
 
-def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, durable: bool) -> None:
-    """Writes the dataset of the sorted rows into the folder `result` of the stages, each column once, in its place."""
+def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, durable: bool) -> DataSchema:
+    """Writes the dataset of the sorted rows into the folder `result` of the stages; returns its schema.
+
+    Each column is written once.
+    """
     config, out = given.config, work / "result"
     events, order = sorted_events(config, work), read_order_and_split(work / "order")[0]
     columns = Columns(given, work, events)
@@ -204,23 +200,30 @@ def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, d
     for table in [one for one in (given.users, given.items) if one is not None]:
         summary.warnings.extend(describe_left_out(table.name, len(table), table.left_out))
     write_files(out, arrays, schema, summary, config, durable)
+    return schema
 
 
 class Stages:
     """The stages that are finished, in a folder each.
 
     Args:
-        work: the folder of all stages, which exists.
+        folder: of all stages; it exists when the first one runs.
         show: whether to show the progress.
         durable: whether what is finished must outlive the process.
+        memory: most that sorting holds in memory, such as "4GB"; None is half of what is free.
+
+    Raises:
+        DataError: `memory` is no amount.
     """
 
-    def __init__(self, work: Path, show: bool = True, durable: bool = True) -> None:
-        self._work, self._show, self.durable = work, show, durable
+    def __init__(self, folder: Path, show: bool = True, durable: bool = True, memory: str | None = None) -> None:
+        if memory is not None:
+            check_memory(memory)
+        self.folder, self._show, self.durable, self.memory = folder, show, durable, memory
 
     def is_done(self, name: str) -> bool:
         """Returns whether a stage is finished."""
-        return (self._work / f"{name}.done").exists()
+        return (self.folder / f"{name}.done").exists()
 
     @contextmanager
     def run(self, name: str, total: int | None, label: str | None = None) -> Iterator[Advance | None]:
@@ -236,8 +239,8 @@ class Stages:
         if self.is_done(name):
             yield None
             return
-        folder = self._work / name
-        for left in (folder, self._work / SCRATCH):
+        folder = self.folder / name
+        for left in (folder, self.folder / SCRATCH):
             shutil.rmtree(left, ignore_errors=True)
             left.mkdir()
         with Display(label or name, total, unit="rows", silent=not self._show, ticking=True) as display:
@@ -246,9 +249,9 @@ class Stages:
         if self.durable:
             for path in (*folder.iterdir(), folder):
                 sync(path)
-        (self._work / f"{name}.done").touch()
+        (self.folder / f"{name}.done").touch()
         if self.durable:
-            sync(self._work)
+            sync(self.folder)
 
 
 @contextmanager
@@ -294,7 +297,7 @@ def _digest(schema: DataSchema) -> str:
         return sha256_of(folder / "schema" / SUMS)
 
 
-def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> InteractionDataset:
+def load_dataset(config: DataConfig, schema: DataSchema | None = None, memory: str | None = None) -> InteractionDataset:
     """Makes samples with histories of the tables that a config names.
 
     Tables are prepared (see `prepare_dataset`) into a temporary folder, whose files the dataset maps: they are gone
@@ -311,6 +314,7 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
         config: the tables and their columns, or a prepared dataset.
         schema: of a run with these columns. With it nothing is learnt from the tables, and a value that it does not
             know gets id 0.
+        memory: most that sorting tables holds in memory, such as "4GB"; None is half of what is free.
 
     Raises:
         DataError: a fault in the files or in the config, as one line that names file and line or the setting, or a
@@ -337,22 +341,24 @@ def load_dataset(config: DataConfig, schema: DataSchema | None = None) -> Intera
             check_equal(schema, dataset.schema, config.prepared)
         return dataset
     with temporary_folder("jfi-dataset-") as folder:
-        prepare_into(config, folder, schema)
+        schema = prepare_into(config, folder, schema, memory)
         return open_temporary(config, folder, schema)
 
 
-def prepare_into(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> None:
-    """Prepares the tables of a config below an empty folder, for `open_temporary`."""
+def prepare_into(
+    config: DataConfig, folder: Path, schema: DataSchema | None = None, memory: str | None = None
+) -> DataSchema:
+    """Prepares the tables of a config below an empty folder, for `open_temporary`; returns the schema."""
     check_data_config(config)
     if schema is not None:
-        check_fits(schema, column_settings(config))
+        check_fits(schema, config.resolved())
     with naming(folder):
-        make_dataset(config, schema, folder, Stages(folder, durable=False))
+        return make_dataset(config, schema, Stages(folder, durable=False, memory=memory))
 
 
 def open_temporary(config: DataConfig, folder: Path, schema: DataSchema | None = None) -> InteractionDataset:
     """The dataset of `prepare_into`, which is left when its files are removed."""
-    config = dataclasses.replace(column_settings(config), prepared=str(folder / "result"))
+    config = dataclasses.replace(config.resolved(), prepared=str(folder / "result"))
     dataset = open_prepared(config, verified=False, schema=schema)
     dataset.folder = None
     return dataset

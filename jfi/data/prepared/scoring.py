@@ -9,22 +9,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.batch import Arrays
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import as_text, as_type, common_type
 from jfi.data.io.blocks import (
+    count_rows,
     describe_left_out,
     existing_interactions,
+    find_interactions,
     find_table,
     name_files,
-    read_blocks,
+    read_files,
     read_table,
 )
 from jfi.data.io.paths import File
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.prepare import Stages, sorted_events
 from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.stages.columns import SCRATCH, Columns, read_engagement
@@ -33,7 +35,7 @@ from jfi.data.prepared.stages.read import SourceTables, read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.labels import labels_of
+from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema, as_array
 from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.events.events import first_rows, order_by_item, user_blocks
@@ -96,20 +98,22 @@ class Sources:
 
 
 class ScoringRows:
-    """Reads the sources into files in `folder`, and maps their rows as a dataset whose split "rows" is to be scored.
+    """A dataset of two files, the history and the rows to score, which are its split "rows".
 
-    It is the way of tables to train on, with the vocabularies of the run, so memory does not grow with the rows.
+    It is read, sorted and encoded as one with `split: files`, with the vocabularies of the run, into files in `folder`,
+    so memory does not grow with the rows.
 
     Args:
         sources: what to score.
         folder: an empty folder for the files, which together are a few times as large as the sources.
         schema: of the run.
-        config: the section `data` of the run, with the meaning of its columns.
+        config: the section `data` of the run.
         by: further columns of the interactions to keep, for groups.
         positives: whether the rows are positives to evaluate; negatives can be drawn then.
         policy: of the run, or None.
         trains: whether the rows are to be trained on: they keep their weights and auxiliary labels.
-        past: makes the statistics of the rows in the place of the history; or None.
+        past: makes the statistics of the rows in place of the history; or None.
+        memory: most that sorting holds in memory; None is half of what is free.
 
     Raises:
         DataError: a table is missing or malformed, as one line that names the place.
@@ -126,25 +130,17 @@ class ScoringRows:
         policy: Policy | None = None,
         trains: bool = False,
         past: MakeStatistics | None = None,
+        memory: str | None = None,
     ) -> None:
         sources = sources.find(config)
         #: Whether a log is there of what happened before the rows, given or the run's own.
         self.has_history = sources.history is not None
-        config = replace(config, request_id=None, title=None, split="files", split_column=None)
-        if not trains:
-            config = replace(config, weight=None, labels=config.targets() if config.labels else [])
-        self._past = past
-        if policy is None:  # nothing else reads these columns
-            session = config.session if {*SESSIONS} & {*config.statistics_groups()} else None
-            config = replace(config, dwell=None, surface=None, session=session)
-        made = set(config.statistics_columns())
-        wanted = config.columns() - made
+        self._config = config = _config_of(config.resolved(), sources, policy is not None, trains)
         users, items = (
-            None if files is None else read_table(files, wanted, config, f"{of}s")
-            for of, files in (("user", sources.users), ("item", sources.items))
+            None if files is None else read_table(files, config.columns(), config)
+            for files in (sources.users, sources.items)
         )
-        self._config = config = replace(config, users=sources.users, items=sources.items)
-        self._wanted = config.columns(of_interactions=True) - made
+        self._wanted, self._past = config.columns(of_interactions=True), past
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
         self._warned: set[str] = set()
         #: Why rows have no label, where a file lacks a column of it.
@@ -155,7 +151,8 @@ class ScoringRows:
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
-        self._tables = SourceTables(None, users, items, self._read_sids(sources), self._config)
+        files, sids = find_interactions(config), self._read_sids(sources)
+        self._tables = SourceTables(config, files, users, items, sids, are_complete=False)
         lists = {spec.column for spec in schema.features if has_lists(schema, spec.column)}
         #: The split "rows" has the rows to score; None if there are none.
         self.dataset: InteractionDataset | None = None
@@ -165,13 +162,13 @@ class ScoringRows:
         self.negatives: NegativeSampler | None = None
         #: `[N]` float32, or `[N, L]` of L labels; NaN where there is none, and for a positive of an unknown item.
         self.labels = np.zeros((0, len(config.targets())) if len(config.targets()) > 1 else 0, np.float32)
-        stages = Stages(folder, durable=False)
-        with stages.run("read", None) as advance:
-            reader = read_rows(self._interactions(sources), config, folder / "read", advance, lists)
+        stages = Stages(folder, durable=False, memory=memory)
+        with stages.run("read", count_rows(files)) as advance:
+            reader = read_rows(self._interactions(), config, folder / "read", advance, lists)
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
-            sort_rows(folder / "read", folder / "rows", config, None, folder / SCRATCH, advance)
+            sort_rows(folder / "read", folder / "rows", config, memory, folder / SCRATCH, advance)
         remove_columns(folder / "read")
         self._open(positives)
 
@@ -254,11 +251,11 @@ class ScoringRows:
         sids.check_codec(self._schema.codec, "the run", "semantic_ids")
         return sids
 
-    def _interactions(self, sources: Sources) -> Iterator[tuple[int, Table]]:
+    def _interactions(self) -> Iterator[tuple[int, SourceRows]]:
         """The rows of the history, then those to score, whose keys are written; each after the number of its file."""
-        for number, files in enumerate((sources.history, sources.interactions)):
+        for number, files in enumerate((self._config.interactions, self._config.test)):
             left_out, rows, by = 0, 0, self._by if number != HISTORY else []
-            for table in () if files is None else read_blocks(files, self._wanted.union(by), self._config):
+            for _, table in () if files is None else read_files(files, self._wanted.union(by), self._config):
                 left_out, rows = left_out + table.left_out, rows + len(table)
                 if number != HISTORY:
                     self._write_keys(table)
@@ -267,7 +264,7 @@ class ScoringRows:
             for line in describe_left_out(("the history", "the rows to score")[number], rows, left_out):
                 _log.warning("%s", line)
 
-    def _with_missing(self, table: Table, number: int) -> Table:
+    def _with_missing(self, table: SourceRows, number: int) -> SourceRows:
         """The table with empty columns in place of those that its file may lack.
 
         They are the label's, but for a history that statistics are made of; in a table to score all that tell what
@@ -295,7 +292,7 @@ class ScoringRows:
             table = table.with_column(name, None)
         return table
 
-    def _write_keys(self, table: Table) -> None:
+    def _write_keys(self, table: SourceRows) -> None:
         for name in self._by:
             others = [one for one in (self._tables.users, self._tables.items) if one is not None and name in one.known]
             note = f"; groups are by columns of the interactions, and it is one of {others[0].name}" if others else ""
@@ -313,6 +310,19 @@ class ScoringRows:
         with pa.ipc.new_file(self._folder / f"keys-{len(self._keys)}", keys.schema) as file:
             file.write_table(keys)
         self._keys.append(keys.schema)
+
+
+def _config_of(config: DataConfig, sources: Sources, has_policy: bool, trains: bool) -> DataConfig:
+    """The config of the dataset of history and rows, without the columns of a run that scoring does not read."""
+    changes: dict[str, object] = {"interactions": sources.history, "validation": None, "test": sources.interactions}
+    changes |= {"users": sources.users, "items": sources.items, "split": "files", "split_column": None}
+    changes |= {"request_id": None, "title": None}
+    if not trains:
+        changes |= {"weight": None, "labels": config.targets() if config.labels else []}
+    if not has_policy:  # nothing else reads these columns
+        reads_sessions = not {*SESSIONS}.isdisjoint(config.statistics_groups())
+        changes |= {"dwell": None, "surface": None, "session": config.session if reads_sessions else None}
+    return replace(config, **changes)
 
 
 def _as_before(column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -359,6 +369,6 @@ def _find_repeated(keys: list[np.ndarray], history: np.ndarray) -> np.ndarray:
     """
     first = np.append(True, np.any([key[1:] != key[:-1] for key in keys], axis=0))
     group = np.cumsum(first) - 1
-    place = np.arange(len(history)) - np.flatnonzero(first)[group]
+    position = np.arange(len(history)) - np.flatnonzero(first)[group]
     count = np.bincount(group, history).astype(np.int64)[group]
-    return ~history & (place - count < count)
+    return ~history & (position - count < count)

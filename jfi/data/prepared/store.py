@@ -2,29 +2,29 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from jfi.data.batches.assemble import Arrays
+from jfi.data.batches.batch import Arrays
 from jfi.data.batches.choose_events import Engagement, load_policy
 from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.prepared.checksums import open_checked
-from jfi.data.prepared.manifest import MANIFEST, Manifest
+from jfi.data.prepared.manifest import MANIFEST, DatasetManifest
 from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import CONTEXT, check_kind, column_name, id_type, known_items
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.stages.statistics import dense_statistics, past_index
-from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
-from jfi.data.prepared.summary import Summary
+from jfi.data.prepared.summary import Summary, count_lengths, describe_lengths
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.labels import target_names
+from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
 from jfi.events.events import SortedEvents, index_type
 from jfi.events.statistics import Statistics
@@ -174,7 +174,7 @@ def write_files(
     opened = open_prepared(dataclasses.replace(config, prepared=str(folder)), False, schema)
     write_sums(folder, fingerprint_of(opened), FINGERPRINT)
     files = [path for name in _FILES if (path := folder / name).is_file()]
-    Manifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
+    DatasetManifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
     write_sums(folder, {path.name: sha256_of(path) for path in (*files, folder / MANIFEST)})
 
 
@@ -224,7 +224,8 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
         statistics = Statistics(index, *made, *config.event_values())
         statistics = dense_statistics(statistics, schema, config.statistics_columns())
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
-    dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, load_policy(config))
+    policy = None if config.policy is None else load_policy(config.policy)
+    dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, policy)
     lengths = describe_lengths(*map(_numpy, _read(folder / _LENGTHS).values()), config.max_history)
     dataset.summary = dataclasses.replace(Summary.load(folder / _SUMMARY), history_lengths=lengths)
     dataset.folder, dataset.verification = folder, verification
@@ -242,7 +243,7 @@ def verify_dataset(folder: Path) -> None:
 
 def _check_sizes(folder: Path) -> dict[str, int]:
     """Checks the sizes of all files, and returns them with that of the manifest."""
-    sizes = Manifest.load(folder).sizes
+    sizes = DatasetManifest.load(folder).sizes
     for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != size:
@@ -283,3 +284,73 @@ def _in_one_row(values: np.ndarray) -> pa.Array:
 def _numpy(column: pa.Array) -> np.ndarray:
     """A column without nulls, not copied."""
     return column.to_numpy(zero_copy_only=True)
+
+
+#: Files up to this size are verified before `open_checked` returns.
+SMALL = 1 << 24
+
+
+class Verification:
+    """The verification of files by a background thread.
+
+    Args:
+        folder: of the files and SHA256SUMS.
+        names: of the files.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> _ = (folder / "events.arrow").write_bytes(b"events")
+        >>> from jfi.utils.files import write_sums
+        >>> write_sums(folder, {"events.arrow": "0" * 64})
+        >>> verification = Verification(folder, ["events.arrow"])
+        >>> verification.check()
+        Traceback (most recent call last):
+        jfi.data.errors.DataError: .../events.arrow is damaged: its SHA-256 is not the one in SHA256SUMS
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(folder, names), daemon=True)
+        self._thread.start()
+
+    def _run(self, folder: Path, names: Sequence[str]) -> None:
+        try:
+            verify(folder, names, DataError)
+        except Exception as fault:
+            self._fault = fault
+
+    def check(self, seconds: float | None = None) -> bool:
+        """Raises the fault of the first damaged file that was found.
+
+        Args:
+            seconds: to wait until all files are verified; None waits as long as it takes.
+
+        Returns:
+            Whether all files are verified.
+
+        Raises:
+            DataError: a file is missing or damaged.
+            OSError: a file cannot be read.
+        """
+        self._thread.join(seconds)
+        if self._fault is not None:
+            raise self._fault
+        return not self._thread.is_alive()
+
+
+def open_checked(folder: Path, sizes: Mapping[str, int]) -> Verification | None:
+    """Verifies the small files, and begins to verify the large ones.
+
+    Args:
+        folder: of the dataset.
+        sizes: the bytes of each file, by name.
+
+    Returns:
+        The verification of the large files; None if there are none, or if another process of this host verifies them.
+
+    Raises:
+        DataError: a file, or SHA256SUMS, is missing or damaged.
+    """
+    verify(folder, [name for name, size in sizes.items() if size <= SMALL], DataError)
+    large = [name for name, size in sizes.items() if size > SMALL]
+    return Verification(folder, large) if large and os.environ.get("LOCAL_RANK", "0") == "0" else None

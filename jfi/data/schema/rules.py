@@ -25,9 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyparsing as pp
 
+from jfi.data.config import DataConfig, LabelConfig
 from jfi.data.errors import DataError
-from jfi.data.io.table import Table
-from jfi.utils.encoding import text_of
+from jfi.data.io.table import SourceRows
+from jfi.utils.encoding import LARGEST_NUMBER, text_of
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
 
@@ -44,21 +45,21 @@ class _Test(NamedTuple):
     values: tuple[str, ...]
     kind: str  # number, date, text
 
-    def holds(self, table: Table) -> pa.BooleanArray:
+    def holds(self, table: SourceRows) -> pa.BooleanArray:
         column, values = self._read(table)
         if self.compare in _COMPARE:
             return _COMPARE[self.compare](column, values[0])
         hit = pc.is_in(column, value_set=values)
         return pc.if_else(column.is_null(), None, pc.invert(hit) if self.compare == "not in" else hit)
 
-    def absent(self, table: Table) -> list[str]:
+    def absent(self, table: SourceRows) -> list[str]:
         if self.compare in _ORDER:
             return []
         column, values = self._read(table)
         found = pc.is_in(values, value_set=column).to_pylist()
         return [value for value, known in zip(self.values, found, strict=True) if not known]
 
-    def _read(self, table: Table) -> tuple[pa.Array, pa.Array]:
+    def _read(self, table: SourceRows) -> tuple[pa.Array, pa.Array]:
         """Returns the column, null where it is empty, and the values."""
         if self.kind == "text":
             column = table.strings(self.column)
@@ -72,7 +73,7 @@ class _Joined(NamedTuple):
     word: str  # and, or, not
     parts: tuple["_Test | _Joined", ...]
 
-    def holds(self, table: Table) -> pa.BooleanArray:
+    def holds(self, table: SourceRows) -> pa.BooleanArray:
         results = (part.holds(table) for part in self.parts)
         if self.word == "not":
             return pc.invert(next(results))
@@ -102,7 +103,7 @@ class Rule:
         """The columns that it reads, in the order in which the rule names them."""
         return list(dict.fromkeys(test.column for test in _tests(self.root)))
 
-    def holds(self, table: Table) -> np.ndarray:
+    def holds(self, table: SourceRows) -> np.ndarray:
         """`[N]` float32: 1 where the rule holds, 0 where not, NaN where an empty field leaves it open.
 
         An empty field leaves `and` open unless another test fails, and `or` unless another test holds.
@@ -113,7 +114,7 @@ class Rule:
         # By way of integers, since Arrow is slow from booleans to floats.
         return self.root.holds(table).cast(pa.uint8()).cast(pa.float32()).to_numpy(zero_copy_only=False)
 
-    def absent_values(self, table: Table) -> list[tuple[str, str]]:
+    def absent_values(self, table: SourceRows) -> list[tuple[str, str]]:
         """The columns and values that ==, !=, in and not in compare where no row has the value: probably misspelt."""
         return list(dict.fromkeys((test.column, value) for test in _tests(self.root) for value in test.absent(table)))
 
@@ -160,7 +161,7 @@ def label_columns(label: str) -> list[str]:
     return parse_rule(label).columns if column is None else [column]
 
 
-def describe_values(tables: Iterable[Table], column: str, most: int = 10) -> str:
+def describe_values(tables: Iterable[SourceRows], column: str, most: int = 10) -> str:
     """The most frequent values of a column of tables, with counts, for messages.
 
     >>> describe_values([], "action")
@@ -175,7 +176,7 @@ def describe_values(tables: Iterable[Table], column: str, most: int = 10) -> str
     return f"values of '{column}': {shown or 'none'}{more}"
 
 
-def _moments(table: Table, name: str) -> np.ndarray:
+def _moments(table: SourceRows, name: str) -> np.ndarray:
     """`[N]` float64: the seconds since 1970 of a column of dates; NaN where it is empty."""
     encoded = table.strings(name).dictionary_encode()
     texts = encoded.dictionary.to_pylist()
@@ -249,7 +250,7 @@ _RULE, _COLUMN = _grammar()
 
 
 def check_held(
-    name: str, setting: str, rule: str | None, counts: Sequence[int], tables: Callable[[], Iterable[Table]]
+    name: str, setting: str, rule: str | None, counts: Sequence[int], tables: Callable[[], Iterable[SourceRows]]
 ) -> None:
     """Raises DataError for a rule that holds in no row, and for one of a label that holds in every row.
 
@@ -271,3 +272,80 @@ def check_held(
         return
     shown = "; ".join(describe_values(tables(), column) for column in parse_rule(rule).columns)
     raise DataError(f"{name}: {setting} '{rule}': {fault}; {shown}")
+
+
+WEIGHT = "weight"
+#: Before the name of a label that is not the first.
+LABEL = "label_"
+
+
+def read_labels(table: SourceRows, one: LabelConfig) -> np.ndarray:
+    """`[N]` float32, 0 or 1, or NaN for a row that is history only.
+
+    Args:
+        table: the interactions.
+        one: the label. Its `label` is None (every row is a positive), a column of 0 and 1, or of finite numbers in a
+            regression, or a rule as `jfi.data.schema.rules` defines it.
+
+    Raises:
+        DataError: a wrong rule, an absent column, or a value that is not 0 or 1, or not finite.
+    """
+    label, task = one.label, one.task
+    if label is None:
+        return np.ones(len(table), np.float32)
+    column = only_column(label)
+    if column is None:
+        return parse_rule(label).holds(table)
+    advice = f"; did you mean a rule such as '{label} == VALUE'?" if task != "regression" else ""
+    values = table.numbers(column, advice)
+    if task == "regression":
+        wrong = np.abs(values) > LARGEST_NUMBER
+    else:
+        wrong = ~((values == 0) | (values == 1) | np.isnan(values))
+    if wrong.any():
+        row = int(wrong.argmax())
+        value, advice = f"{values[row]:g}", "a label with task: regression predicts numbers"
+        must = f"0 or 1; did you mean a rule such as '{label} >= {value}'? {advice}"
+        must = "a finite number of float32" if task == "regression" else must
+        raise table.fault(row, f"label '{label}' is {value}, not {must}")
+    return values.astype(np.float32)
+
+
+def target_names(config: DataConfig) -> list[str]:
+    """The names of the columns `[E]` float32 of `Events.targets`."""
+    return [*([] if config.weight is None else [WEIGHT]), *_further_labels(config)]
+
+
+def read_targets(table: SourceRows, config: DataConfig, label: np.ndarray) -> dict[str, np.ndarray]:
+    """The columns `target_names`, each `[N]` float32.
+
+    Args:
+        table: the interactions.
+        config: the section `data`.
+        label: `[N]`, the first label. A row without one is no sample, needs no weight, and gets 1.
+
+    Raises:
+        DataError: a column is absent, a weight is not positive and finite, or a label is malformed.
+    """
+    found = {}
+    if config.weight is not None:
+        values = table.numbers(config.weight).astype(np.float32)
+        is_wrong = ~(np.isfinite(values) & (values > 0))
+        if (wrong := is_wrong & ~np.isnan(label)).any():
+            row = int(wrong.argmax())
+            shown = "empty" if np.isnan(values[row]) else f"{table.numbers(config.weight)[row]:g}"
+            raise table.fault(row, f"weight '{config.weight}' is {shown}, must be positive and finite")
+        found[WEIGHT] = np.where(is_wrong, np.float32(1), values)
+    for name, one in _further_labels(config).items():
+        found[name] = read_labels(table, one)
+    return found
+
+
+def labels_of(config: DataConfig, label: np.ndarray, targets: dict[str, np.ndarray]) -> Sequence[np.ndarray]:
+    """The column `[E]` of each of `config.trained_labels()`."""
+    return (label, *(targets[name] for name in _further_labels(config)))
+
+
+def _further_labels(config: DataConfig) -> dict[str, LabelConfig]:
+    """Returns by the name of their column the trained labels but the first."""
+    return {LABEL + one.name: one for one in config.trained_labels()[1:]}

@@ -97,7 +97,7 @@ class StateCounters:
         }
         items = hashes([item for one in asked for item in one.items])
         rows = LiveRows(np.repeat(users, lengths), items, np.repeat(times, lengths), values)
-        found, ends = self.live.answers(get, rows), np.cumsum(lengths)
+        found, ends = self.live.compute(get, rows), np.cumsum(lengths)
         return [
             {name: one[end - own : end] for name, one in found.items()} for own, end in zip(lengths, ends, strict=True)
         ]

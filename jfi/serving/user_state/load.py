@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
-from jfi.data.io.blocks import name_of, read_table
+from jfi.data.io.blocks import find_interactions, read_table
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.stages.columns import Columns
-from jfi.data.prepared.stages.read import SourceTables, column_settings
+from jfi.data.prepared.stages.read import SourceTables
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.columns import nth_values
 from jfi.data.schema.semantic_ids import SemanticIDs
@@ -64,7 +64,7 @@ def fill(
 
 def _log_settings(config: DataConfig, layout: EventLayout) -> DataConfig:
     """The section `data` of a run, with what a log of events needs: neither labels, splits nor features of others."""
-    config = column_settings(config)
+    config = config.resolved()
     own = {column.field.name for column in layout.columns}
     crossed = {name for column in layout.columns for name in column.field.columns}
     has_policy = layout.schema.policy is not None
@@ -97,10 +97,10 @@ def _load(store: Store, reader: EventReader, config: DataConfig, schema: DataSch
     if schema.codec is not None and config.semantic_ids is not None:
         sids = SemanticIDs.read(config.semantic_ids, config.item)
         sids.check_codec(schema.codec, "the run")
-    given = SourceTables(None, None, items, sids, config)
+    given = SourceTables(config, find_interactions(config), None, items, sids, are_complete=False)
     counts = [0, 0]
     with temporary_folder("jfi-state-") as folder:
-        read_and_sort(replace(given, name=name_of(config)), folder, Stages(folder, durable=False), check=False)
+        read_and_sort(given, Stages(folder, durable=False), check=False)
         columns = Columns(given, folder, sorted_events(config, folder))
         users = read_ids(folder / "rows", "user").to_pylist()
         names = Dictionaries()

@@ -8,7 +8,6 @@ import torch
 
 from jfi.data import DataError, DataSchema
 from jfi.data.prepared.manifest import check_fits
-from jfi.data.prepared.stages.read import column_settings
 from jfi.training.checkpoints.checkpoint import (
     DamagedCheckpointError,
     latest_checkpoint,
@@ -95,7 +94,7 @@ class BestEpoch:
         module, prefix = ("model", "") if config.optimizer.ema_decay is None else ("average", "module.")
         schema = load_schema(run)
         try:
-            check_fits(schema, column_settings(config.data))
+            check_fits(schema, config.data.resolved())
         except DataError as fault:
             raise ConfigError(f"{name}: {run.config.name}: {fault}") from fault
         found = progress.calibration, progress.unknown, progress.best_epoch, newest

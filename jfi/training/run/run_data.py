@@ -15,7 +15,6 @@ from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset, load
 from jfi.data.config import FILES
 from jfi.data.prepared.manifest import RUN_SETTINGS, resolve
 from jfi.data.prepared.prepare import open_temporary, prepare_into
-from jfi.data.prepared.stages.read import column_settings
 from jfi.data.prepared.store import DATA, FINGERPRINT, TIMELINES, TRAIN, fingerprint_of, read_fingerprint
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.config import Config, ConfigError
@@ -29,7 +28,9 @@ _POLICY = "policy.json"
 DataChanged = Literal["refuse", "accept"]
 
 
-def load_shared(config: DataConfig, world: World, schema: DataSchema | None = None) -> InteractionDataset:
+def load_shared(
+    config: DataConfig, world: World, schema: DataSchema | None = None, memory: str | None = None
+) -> InteractionDataset:
     """The dataset of a config; under torchrun one process of each host reads the tables, and all map what it made.
 
     That process writes a prepared dataset, see `shared_folder`.
@@ -38,14 +39,15 @@ def load_shared(config: DataConfig, world: World, schema: DataSchema | None = No
         config: the tables, or a prepared dataset, which is mapped as it is.
         world: the processes that call this together.
         schema: of a run that goes on.
+        memory: most that sorting tables holds in memory; None is half of what is free.
 
     Raises:
         DataError: as `load_dataset`, on every process.
         OSError: the temporary files cannot be written.
     """
     if not world.launched or config.prepared is not None:
-        return load_dataset(config, schema)
-    with shared_folder(world, "jfi-dataset-", lambda folder: prepare_into(config, folder, schema)) as folder:
+        return load_dataset(config, schema, memory)
+    with shared_folder(world, "jfi-dataset-", lambda folder: prepare_into(config, folder, schema, memory)) as folder:
         return open_temporary(config, folder, schema)
 
 
@@ -93,7 +95,9 @@ def load_schema(run: RunFolder) -> DataSchema:
     return schema
 
 
-def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged = "refuse") -> InteractionDataset:
+def load_data(
+    run: RunFolder, config: Config, world: World, changed: DataChanged = "refuse", memory: str | None = None
+) -> InteractionDataset:
     """The dataset of a run that goes on, encoded with the run's own schema.
 
     A run that was killed before it had written its schema learns it now.
@@ -104,19 +108,20 @@ def load_data(run: RunFolder, config: Config, world: World, changed: DataChanged
         world: the processes that call this together.
         changed: "refuse" raises an error if the data is not the data that the run was started with; "accept" goes on
             with it, prints its summary, and remembers both.
+        memory: most that sorting tables holds in memory; None is half of what is free.
 
     Raises:
         ConfigError: the data has changed.
         DataError: a fault in the data, or a damaged schema.
     """
     if world.on_first(lambda: not run.data.exists() and latest_checkpoint(run.checkpoints) is None):
-        dataset = load_shared(config.data, world)
+        dataset = load_shared(config.data, world, memory=memory)
         world.on_first(lambda: save_data(run, dataset))
         return dataset
     schema = load_schema(run)
     try:
         world.on_first(lambda: _check_prepared(run, config))
-        dataset = load_shared(own_policy(run, config).data, world, schema)
+        dataset = load_shared(own_policy(run, config).data, world, schema, memory)
     except DataError as fault:
         raise DataError(f"--resume {run.path}: {fault}") from fault
     world.on_first(lambda: _compare(run, config, dataset, changed))
@@ -187,7 +192,7 @@ def check_settings(run: RunFolder, was: DataConfig, now: DataConfig) -> None:
 
 def _differences(was: DataConfig, now: DataConfig) -> Iterator[tuple[str, object, object]]:
     """The settings with two values, but for names of tables and those that are a run's own."""
-    was, now = column_settings(was), column_settings(now)  # a manifest has these
+    was, now = was.resolved(), now.resolved()  # a manifest has these
     for name in [one.name for one in dataclasses.fields(now) if one.name not in (*FILES, *RUN_SETTINGS, "prepared")]:
         if getattr(was, name) != getattr(now, name):
             yield name, getattr(was, name), getattr(now, name)

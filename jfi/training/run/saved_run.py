@@ -10,15 +10,14 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from jfi.data import DataSchema
+from jfi.data import DataError, DataSchema
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import as_table
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
-from jfi.training.config import Config, ConfigError, TrainingConfig
+from jfi.training.config import Config, ConfigError
 from jfi.training.metrics.calibration import Calibration
 from jfi.training.metrics.inspection import attention, importance
 from jfi.training.metrics.unknown_values import UnknownShares
@@ -83,6 +82,7 @@ class SavedRun:
         out: str | Path | None = None,
         batch_size: int = 4096,
         output: str = PREDICTED[0],
+        memory: str | None = None,
     ) -> pa.Table | UnknownShares:
         """Scores every row of a table, with a label or without.
 
@@ -100,6 +100,7 @@ class SavedRun:
             out: file to write, .parquet or .csv, whole or not at all; memory stays bounded then.
             batch_size: rows per call of the model.
             output: what a probability is, "probabilities" for the sigmoid of the logit, or "calibrated".
+            memory: most that sorting the tables holds in memory, such as "4GB"; None is half of what is free.
 
         Returns:
             Without `out` the table of the results, a DataFrame for a DataFrame of pandas, in the order of the rows: the
@@ -118,9 +119,8 @@ class SavedRun:
             run = jfi.load_run("runs/20250101-120000")
             run.predict("today.parquet", history="clicks.parquet", out="scores.parquet")
         """
-        out = check_out(out)
-        tables = (interactions, history, users, items, semantic_ids)
-        with self._scored(tables, (), None, batch_size, out, output) as scores:
+        out, sources = check_out(out), self._sources(interactions, history, users, items, semantic_ids)
+        with self._scored(sources, out, output, batch_size=batch_size, memory=memory) as scores:
             if out is None:
                 return _as_given(pa.Table.from_batches(list(scores.batches())), interactions)
             scores.write(out)
@@ -138,6 +138,8 @@ class SavedRun:
         out: str | Path | None = None,
         batch_size: int = 4096,
         output: str = PREDICTED[0],
+        importance: bool = False,
+        memory: str | None = None,
     ) -> dict:
         """Metrics of the labeled rows of a table: overall, by group, and the calibration.
 
@@ -146,15 +148,10 @@ class SavedRun:
         are left out, and a warning counts them.
 
         Args:
-            interactions: the rows, as of `predict`.
-            history: the log before them, as of `predict`.
-            users: table of users, as of `predict`.
-            items: table of items, as of `predict`.
-            semantic_ids: file of the items' semantic IDs, as of `predict`.
+            interactions, history, users, items, semantic_ids, batch_size, output, memory: as of `predict`.
             by: columns of the interactions; each of their values gets metrics of its own.
             out: file to write the scores to, as of `predict`, with the columns `by` too.
-            batch_size: rows per call of the model.
-            output: what a probability is, "probabilities" for the sigmoid of the logit, or "calibrated".
+            importance: whether the metrics include the result of `importance`, for which nothing is read again.
 
         Returns:
             As `jfi.training.run.scores.metrics_of`.
@@ -162,10 +159,15 @@ class SavedRun:
         Raises:
             ConfigError, DataError: as `predict`; also if no row has a label, or training knows no row's item.
         """
+        if importance and self.config.data.is_implicit:
+            raise DataError("importance: no row has a label")
         out, by = check_out(out), [by] if isinstance(by, str) else by
-        tables = (interactions, history, users, items, semantic_ids)
-        with self._scored(tables, by, self.config.training, batch_size, out, output) as scores:
+        sources, evaluate = self._sources(interactions, history, users, items, semantic_ids), self.config.training
+        options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "memory": memory}
+        with self._scored(sources, out, output, **options) as scores:
             metrics = metrics_of(scores, self.config.data, by)
+            if importance:
+                metrics["importance"] = self._importance(scores.rows, batch_size)
             if out is not None:
                 scores.write(out)
             return metrics
@@ -180,20 +182,24 @@ class SavedRun:
         semantic_ids: str | Path | None = None,
         batch_size: int = 4096,
         seed: int = 0,
+        memory: str | None = None,
     ) -> dict:
         """Returns how far the AUC falls where an input is shuffled between rows, see `jfi.training.metrics.inspection`.
 
         Args:
-            interactions: the rows, as of `evaluate`, like the arguments up to `semantic_ids`.
+            interactions: the rows, as of `evaluate`, like the arguments up to `semantic_ids`, and `memory`.
             batch_size: rows that are shuffled together.
             seed: of the permutations.
 
         Raises:
             DataError: as `evaluate`; also for implicit feedback, whose rows have no labels.
         """
+        with self._read(self._sources(interactions, history, users, items, semantic_ids), memory) as (rows, _):
+            return self._importance(rows, batch_size, seed)
+
+    def _importance(self, rows: ScoringRows, batch_size: int, seed: int = 0) -> dict:
         weights = [one.weight for one in self.config.data.targets()]
-        with self._read((interactions, history, users, items, semantic_ids)) as (rows, _):
-            return importance(self.model, rows, self.schema, weights, batch_size, seed)
+        return importance(self.model, rows, self.schema, weights, batch_size, seed)
 
     def attention(
         self,
@@ -204,11 +210,12 @@ class SavedRun:
         items: Paths | None = None,
         semantic_ids: str | Path | None = None,
         batch_size: int = 256,
+        memory: str | None = None,
     ) -> pa.Table:
         """Returns the attention of each row's target to the events of its history, a row of the table for an event.
 
         Args:
-            interactions: the rows, as of `predict`, like the arguments up to `semantic_ids`.
+            interactions: the rows, as of `predict`, like the arguments up to `semantic_ids`, and `memory`.
             batch_size: rows per call of the model.
 
         Returns:
@@ -220,53 +227,38 @@ class SavedRun:
             ValueError: the model does not pool by attention.
             DataError: as `predict`.
         """
-        with self._read((interactions, history, users, items, semantic_ids)) as (rows, folder):
+        with self._read(self._sources(interactions, history, users, items, semantic_ids), memory) as (rows, folder):
             return _as_given(attention(self.model, rows, read_ids(folder / "rows", "item"), batch_size), interactions)
 
     @contextmanager
-    def _read(self, tables: tuple[Paths | pa.Table | None, ...]) -> Iterator[tuple[ScoringRows, Path]]:
+    def _read(self, sources: Sources, memory: str | None) -> Iterator[tuple[ScoringRows, Path]]:
         with temporary_folder(".jfi-") as folder, naming(folder):
-            sources, config = self._sources(tables), column_settings(self.config.data)
-            yield ScoringRows(sources, folder, self.schema, config, policy=self.policy), folder
+            options: dict[str, Any] = {"policy": self.policy, "memory": memory}
+            yield ScoringRows(sources, folder, self.schema, self.config.data, **options), folder
 
     def check_output(self, output: str) -> None:
         """Raises ValueError or ConfigError unless the run can give `output`, one of `PREDICTED`."""
         if output not in PREDICTED:
             raise ValueError(f"output is {output!r}, must be one of {', '.join(PREDICTED)}")
-        if output != "calibrated":
-            return
-        if all(label.task == "regression" for label in self.schema.labels):
-            raise ConfigError(
-                f"output is calibrated, but run {self.path} predicts numbers, which have no probabilities"
-            )
-        if not self.calibration:
-            raise ConfigError(
-                f"output is calibrated, but run {self.path} has no calibration, like all runs of earlier versions; "
-                "train it again, or choose probabilities"
-            )
+        what = f"output is calibrated, but run {self.path}"
+        if output == "calibrated" and all(label.task == "regression" for label in self.schema.labels):
+            raise ConfigError(f"{what} predicts numbers, which have no probabilities")
+        if output == "calibrated" and not self.calibration:
+            raise ConfigError(f"{what} has no calibration; train it again, or choose probabilities")
 
     def _scored(
-        self,
-        tables: tuple[Paths | pa.Table | None, ...],
-        by: Sequence[str],
-        evaluate: TrainingConfig | None,
-        batch_size: int,
-        out: Path | None,
-        output: str,
+        self, sources: Sources, out: Path | None, output: str, **options: Any
     ) -> AbstractContextManager[Scores]:
-        """The scores of `tables`, which are in the order of the fields of `Sources`."""
+        """The scores of `sources`; the options are those of `scored`."""
         self.check_output(output)
-        config, sources = column_settings(self.config.data), self._sources(tables)
-        folder = None if out is None else out.parent
         check_results({"--out": out}, {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()})
-        options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "folder": folder}
+        options |= {"folder": None if out is None else out.parent, "policy": self.policy, "expected": self.unknown}
         options["calibration"] = self.calibration if output == "calibrated" else None
-        options |= {"policy": self.policy, "expected": self.unknown}
-        return scored(self.model, sources, self.schema, config, **options)
+        return scored(self.model, sources, self.schema, self.config.data, **options)
 
-    def _sources(self, tables: tuple[Paths | pa.Table | None, ...]) -> Sources:
+    def _sources(self, *tables: Paths | pa.Table | None) -> Sources:
         """Returns the files of the tables, which are in the order of the fields, or of those of the run's config."""
-        config = column_settings(self.config.data)
+        config = self.config.data
         named = (None, None, config.users, config.items, config.semantic_ids)
         paths: list[Any] = [_source(given, own) for given, own in zip(tables, named, strict=True)]
         return Sources(*paths).find(config)
@@ -307,6 +299,6 @@ def load_run(path: str | Path, device: str | torch.device = "cpu", setting: str 
     best = BestEpoch.of(path, setting)
     model = build_model(best.config.model, best.config.encoder, best.schema)
     best.read(model.state_dict())
-    policy = load_policy(own_policy(RunFolder(Path(path)), best.config).data)
-    model = model.to(device).eval()
+    named = own_policy(RunFolder(Path(path)), best.config).data.policy
+    policy, model = None if named is None else load_policy(named), model.to(device).eval()
     return SavedRun(Path(path), best.config, best.schema, model, policy, best.calibration, best.unknown)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,10 +20,9 @@ import torch
 from jfi.data import Batch, DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.data.io.blocks import find_table
-from jfi.data.io.paths import is_configured
 from jfi.data.prepared.scoring import ScoringRows, Source, Sources
 from jfi.data.prepared.stages.column_files import new_map
-from jfi.data.prepared.stages.summarize import count_lengths, describe_lengths
+from jfi.data.prepared.summary import count_lengths, describe_lengths
 from jfi.data.schema.schema import LabelSpec
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
@@ -71,10 +71,9 @@ class Scores:
         """
         start, metadata = 0, {"unknown": json.dumps(self.unknown.shares)}
         for keys in self.rows.key_batches():
-            score = np.array(self.score[start : start + len(keys)])
+            score = np.array(self.score[start : start + len(keys)]).reshape(len(keys), len(self.labels))
             start += len(keys)
             columns, names = list(keys.columns), list(keys.schema.names)
-            score = score.reshape(len(score), len(self.labels))
             calibrated = self.calibrated(torch.from_numpy(score).double())
             for label, own, used in zip(self.labels, score.T, calibrated.T, strict=True):
                 columns.append(pa.array(np.ascontiguousarray(own)))
@@ -90,18 +89,14 @@ class Scores:
     def write(self, out: Path) -> None:
         """Writes a Parquet or CSV file, whole or not at all."""
         with writing_file(out) as unfinished:
-            writer = None
-            try:
-                for batch in self.batches():
-                    if writer is None:
-                        if out.suffix == ".csv":
-                            writer = pa.csv.CSVWriter(str(unfinished), batch.schema)
-                        else:
-                            writer = pa.parquet.ParquetWriter(str(unfinished), batch.schema, write_page_checksum=True)
+            first = next(batches := self.batches())  # there is one without rows too
+            if out.suffix == ".csv":
+                writer = pa.csv.CSVWriter(str(unfinished), first.schema)
+            else:
+                writer = pa.parquet.ParquetWriter(str(unfinished), first.schema, write_page_checksum=True)
+            with writer:
+                for batch in chain([first], batches):
                     writer.write_batch(batch)
-            finally:
-                if writer is not None:
-                    writer.close()
 
 
 def result_names(label: LabelSpec, is_one_of_many: bool) -> list[str]:
@@ -128,6 +123,7 @@ def scored(
     policy: Policy | None = None,
     calibration: Calibration | None = None,
     expected: Mapping[str, float] | None = None,
+    memory: str | None = None,
 ) -> Iterator[Scores]:
     """Scores every row of `sources.interactions`, but for those that `data.null_ids: drop` leaves out.
 
@@ -147,6 +143,7 @@ def scored(
         policy: which events of a history stay, or None for all.
         calibration: of the probabilities, or None.
         expected: see `UnknownShares.warn`.
+        memory: most that sorting the tables holds in memory; None is half of what is free.
 
     Raises:
         DataError: a table is missing or malformed, or has no label where one is needed.
@@ -158,7 +155,7 @@ def scored(
     implicit = evaluate is not None and config.is_implicit
     with temporary_folder(".jfi-", folder) as files:
         with naming(files):
-            rows = ScoringRows(sources, files, schema, config, by, implicit, policy)
+            rows = ScoringRows(sources, files, schema, config, by, implicit, policy, memory=memory)
             if evaluate is not None:
                 count = len(labeled_rows(rows, config))  # before the model runs, which takes longest
                 if implicit and count < rows.num_rows:
@@ -229,7 +226,7 @@ def check_results(written: Mapping[str, str | Path | None], read: Mapping[str, S
             # With a delimiter files of any name are listed: which are read, the config of the run says.
             files = find_table(source, option, DataConfig(delimiter=","))
             for file in [one for one in files if one.table is None]:
-                names[os.path.realpath(file.path)] = file.setting if is_configured(file.setting) else option
+                names[os.path.realpath(file.path)] = file.setting if file.is_configured else option
     for option, path in written.items():
         if path is None:
             continue
@@ -252,14 +249,12 @@ def labeled_rows(rows: ScoringRows, config: DataConfig) -> np.ndarray:
     Raises:
         DataError: none has; of implicit feedback, training knows no row's item.
     """
-    labels = rows.labels
-    found = np.flatnonzero(~np.isnan(labels if labels.ndim == 1 else labels[:, 0]))
+    labels = rows.labels if rows.labels.ndim == 2 else rows.labels[:, None]
+    found = np.flatnonzero(~np.isnan(labels[:, 0]))
     if not len(found) and config.is_implicit:
         raise DataError("no row to evaluate has an item that training knows")
-    if not len(found):
-        raise DataError(rows.no_label or f"no row to evaluate has a label: label '{config.targets()[0].label}'")
-    for place, one in enumerate(config.targets()[1:], 1):
-        if np.isnan(labels[found, place]).all():
+    for one, values in zip(config.targets(), labels[found].T, strict=True):
+        if np.isnan(values).all():
             raise DataError(rows.no_label or f"no row to evaluate has a label: label '{one.label}'")
     return found
 
@@ -305,8 +300,8 @@ def metrics_of(scores: Scores, config: DataConfig, by: Sequence[str] = ()) -> di
     result = {"rows": len(labels), "labeled": len(rows), "unknown": scores.unknown.shares}
     result["overall"] = metrics(everything, everything)
     deciles = {
-        one.name: _deciles(*(x if x.dim() == 1 else x[:, place] for x in (logits, label)), one)
-        for place, one in enumerate(scores.labels)
+        one.name: _deciles(*(x if x.dim() == 1 else x[:, index] for x in (logits, label)), one)
+        for index, one in enumerate(scores.labels)
     }
     result["deciles"] = deciles if len(deciles) > 1 else deciles[scores.labels[0].name]
     result["by"] = {}
@@ -348,9 +343,9 @@ def _metrics(
     if len(specs) == 1:
         return {**_means(logits, labels, specs[0]), **found}
     means = {"samples": len(labels)}
-    for place, spec in enumerate(specs):
-        present = ~labels[:, place].isnan()
-        own = _means(logits[present, place], labels[present, place], spec)
+    for index, spec in enumerate(specs):
+        present = ~labels[:, index].isnan()
+        own = _means(logits[present, index], labels[present, index], spec)
         means |= {f"{name}_{spec.name}": value for name, value in own.items()}
     return means | found
 

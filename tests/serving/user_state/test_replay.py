@@ -11,7 +11,6 @@ import pytest
 
 import jfi
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.state import UserState, scan_records, write_layout
@@ -79,7 +78,7 @@ def explicit(rows: list[dict], user: str, now: float) -> dict:
 def inputs_of_predict(run, rows: list[dict], request: dict, folder) -> dict[str, list]:
     """The ids of the events that `jfi predict` reads for a request."""
     row = {"user": request["user"], "item": 3, "category": 3, "rating": None, "timestamp": request["time"]}
-    sources, config = Sources(as_table([row]), as_table(rows)), column_settings(run.config.data)
+    sources, config = Sources(as_table([row]), as_table(rows)), run.config.data.resolved()
     (batch,) = ScoringRows(sources, folder, run.schema, config).dataset.batches("rows", 10)
     found = batch.sparse_features
     return {key: one.values().tolist() for key, one in found.to_dict().items() if key.startswith("history_")}

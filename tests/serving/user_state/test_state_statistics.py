@@ -9,7 +9,6 @@ import pytest
 
 from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
-from jfi.data.prepared.stages.read import column_settings
 from jfi.events.groups import GROUPS
 from jfi.serving.counters import RequestStatistics
 from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
@@ -68,7 +67,7 @@ class Replay:
     def __init__(self, log: list[dict], change: dict, folder, store, known: int) -> None:
         pq.write_table(pa.Table.from_pylist(log, KINDS), folder / "log.parquet")
         base = DataConfig(interactions=str(folder / "log.parquet"), features=FEATURES, max_history=20, max_slots=2)
-        self.config = dataclasses.replace(base, **change).with_statistics()
+        self.config = dataclasses.replace(base, **change).resolved()
         self.log, self.folder, self.rule = log, folder, "history" in change
         self.schema = load_dataset(self.config).schema
         pq.write_table(pa.Table.from_pylist(log[:known], KINDS), folder / "known.parquet")
@@ -113,7 +112,7 @@ class Replay:
         rows = [{"tags": None, "brand": None, "visit": None} | row for row in rows]
         (folder := self.folder / f"{len(known)}-{request['time']}-{request['user']}").mkdir()
         sources = Sources(pa.Table.from_pylist(rows, KINDS), pa.Table.from_pylist(known, KINDS))
-        scoring = ScoringRows(sources, folder, self.schema, column_settings(self.config))
+        scoring = ScoringRows(sources, folder, self.schema, self.config.resolved())
         (batch,) = scoring.dataset.batches("rows", 1000)
         found = np.empty_like(batch.dense_features.numpy())
         found[scoring.rows[batch.samples.numpy()]] = batch.dense_features.numpy()

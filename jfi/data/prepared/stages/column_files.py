@@ -114,8 +114,8 @@ def map_to_write(path: Path) -> dict[str, np.ndarray]:
     batch, found = pa.ipc.open_file(content).get_batch(0), {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         values = column.values if pa.types.is_large_list(column.type) else column
-        kind, place = values.type.to_pandas_dtype(), values.buffers()[1].address - content.address
-        found[name] = np.memmap(path, kind, "r+", place, (len(values),)) if len(values) else np.empty(0, kind)
+        kind, offset = values.type.to_pandas_dtype(), values.buffers()[1].address - content.address
+        found[name] = np.memmap(path, kind, "r+", offset, (len(values),)) if len(values) else np.empty(0, kind)
     return found
 
 

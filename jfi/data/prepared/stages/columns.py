@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from jfi.data.batches.choose_events import ONLY_SURFACE, Engagement
 from jfi.data.errors import DataError
 from jfi.data.io.blocks import DROP
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages.column_files import new_map, read_columns
 from jfi.data.prepared.stages.read import RawColumn, SourceTables, read_values
 from jfi.data.prepared.stages.sort import read_ids
@@ -31,7 +31,7 @@ class Columns:
     Columns of events are maps of files. Those of users and items, which are few, are in memory.
 
     Args:
-        given: the tables; where it has no name, its users, items and semantic IDs may have none of the rows' ids.
+        given: the tables.
         work: folder of the stages "read" and "rows", and of files for temporary arrays.
         events: the sorted interactions.
         item_ids: the ids of the items, of which some may have no row; None means those of the interactions.
@@ -48,7 +48,7 @@ class Columns:
         item_ids: pa.Array | None = None,
     ) -> None:
         self.config, self.events, self.sids = given.config, events, given.sids
-        self._name, self._tables = given.name, {"user": given.users, "item": given.items}
+        self._given, self._tables = given, {"user": given.users, "item": given.items}
         self._read, self._scratch, self._columns = work / "read", work / SCRATCH, read_columns(work / "rows")
         #: Columns of the file of events that is being written, by name.
         self.written: dict[str, np.ndarray] = {}
@@ -62,7 +62,7 @@ class Columns:
         self._index = {"user": events.user, "item": events.item}
         #: By entity the row of each user or item in its table, else its first event in time; -1 where there is none.
         self._positions = {
-            of: _positions(self._tables[of], key, ids, given.name)
+            of: _positions(self._tables[of], key, ids, given)
             if self._tables[of] is not None
             else _first_rows(self._index[of], events.time, len(ids))
             for of, (key, ids) in self._keys.items()
@@ -123,7 +123,7 @@ class Columns:
 
     def item_sids(self) -> np.ndarray:
         """The semantic ID of each item, int64."""
-        return self.sids.of(self._keys["item"][1], allow_no_match=self._name is None)
+        return self.sids.of(self._keys["item"][1], allow_no_match=not self._given.are_complete)
 
     def count_changing(self, name: str, of: Entity, numeric: bool) -> int:
         """The number of users (items) whose rows have different values in a column, categorical or numeric.
@@ -179,11 +179,11 @@ class Columns:
         return CodedColumn(dictionary.flush(), crossed)
 
 
-def _positions(table: Table, key: str, ids: pa.Array, interactions: str | None) -> np.ndarray:
+def _positions(table: SourceRows, key: str, ids: pa.Array, given: SourceTables) -> np.ndarray:
     """`[N]` int64, the row of each id in a table of users or items, -1 for one that it lacks."""
     positions = pc.index_in(ids.cast(pa.large_string()), value_set=table.unique_ids(key, DROP).cast(pa.large_string()))
-    if interactions is not None and positions.null_count == len(ids):
-        raise DataError(f"{table.name}: column '{key}' has none of the ids of {interactions}")
+    if given.are_complete and positions.null_count == len(ids):
+        raise DataError(f"{table.name}: column '{key}' has none of the ids of {given.name}")
     return pc.fill_null(positions, -1).to_numpy().astype(np.int64)
 
 

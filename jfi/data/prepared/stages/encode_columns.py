@@ -7,13 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.batches.assemble import Dense
+from jfi.data.batches.batch import Dense
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS, NUM_QUANTILES, SID
 from jfi.data.errors import DataError
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import count_training
 from jfi.data.schema.columns import Categorical, CodedColumn, cut, encode, learn_edges, learn_vocabulary, moments
-from jfi.data.schema.labels import labels_of
+from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
 from jfi.events.events import SortedEvents
 from jfi.events.groups import HALF_LIVES, similar_window

@@ -16,14 +16,22 @@ import pyarrow.compute as pc
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list
-from jfi.data.io.blocks import DROP, describe_left_out, iterate_tables, name_of, read_table
-from jfi.data.io.table import Table, of_other_kind
-from jfi.data.prepared.manifest import with_statistics_features
+from jfi.data.io.blocks import DROP, describe_left_out, find_interactions, name_files, read_files, read_table
+from jfi.data.io.paths import File
+from jfi.data.io.table import SourceRows, of_other_kind
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.stages.splits import named_splits
 from jfi.data.schema.columns import Dictionary, flat_lists
-from jfi.data.schema.labels import labels_of, read_labels, read_targets, target_names
-from jfi.data.schema.rules import check_held, describe_values, only_column, parse_rule
+from jfi.data.schema.rules import (
+    check_held,
+    describe_values,
+    labels_of,
+    only_column,
+    parse_rule,
+    read_labels,
+    read_targets,
+    target_names,
+)
 from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.utils.jagged import blocks
 
@@ -33,49 +41,50 @@ class SourceTables:
     """The tables of a config.
 
     Args:
-        name: of the interactions, for messages; None for rows to score.
+        config: the resolved config.
+        files: of the interactions, of all splits.
         users, items: None where their columns are in the interactions.
         sids: the semantic IDs of the items, or None.
-        config: the config with the meaning of the columns, see `column_settings`.
-        parts: interactions that are in memory, in blocks of rows, or None for those of the config's files.
+        are_complete: whether users, items and semantic IDs must have some of the ids of the interactions.
     """
 
-    name: str | None
-    users: Table | None
-    items: Table | None
-    sids: SemanticIDs | None
     config: DataConfig
-    parts: list[Table] | None = None
+    files: list[File]
+    users: SourceRows | None = None
+    items: SourceRows | None = None
+    sids: SemanticIDs | None = None
+    are_complete: bool = True
 
-    def interactions(self) -> Iterator[tuple[int, Table]]:
+    @property
+    def name(self) -> str:
+        """How messages name the interactions."""
+        return name_files(self.files)
+
+    def interactions(self) -> Iterator[tuple[int, SourceRows]]:
         """The interactions in blocks of rows, each after the number of its split with `split: files`, else 0."""
-        return iterate_tables(self.config) if self.parts is None else ((0, table) for table in self.parts)
+        splits = list(dict.fromkeys(file.setting for file in self.files))
+        for file, table in read_files(self.files, self.config.columns(of_interactions=True), self.config):
+            yield splits.index(file.setting), table
 
-    def blocks(self) -> Iterable[Table]:
+    def blocks(self) -> Iterable[SourceRows]:
         """The interactions in blocks of rows."""
         return (table for _, table in self.interactions())
 
 
 def open_tables(config: DataConfig) -> SourceTables:
-    """Reads the tables of users and items that a config names; the interactions are read when they are asked for.
+    """Finds the files of the interactions of a config, and reads its tables of users and items.
 
     Raises:
         DataError: a file cannot be read.
     """
-    settings = column_settings(config)
-    sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, settings.item)
+    config = config.resolved()
+    sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, config.item)
     wanted = config.columns()
     users, items = (
         None if paths is None else read_table(paths, wanted, config, f"data.{of}")
         for of, paths in (("users", config.users), ("items", config.items))
     )
-    return SourceTables(name_of(config), users, items, sids, settings)
-
-
-def column_settings(config: DataConfig) -> DataConfig:
-    """The config with the groups that `statistics: auto` stands for, and their columns as features of the context."""
-    config = config.with_statistics()
-    return with_statistics_features(config, config.statistics_columns())
+    return SourceTables(config, find_interactions(config), users, items, sids)
 
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
@@ -123,7 +132,7 @@ def raw_columns(config: DataConfig) -> list[RawColumn]:
 
 
 def read_rows(
-    tables: Iterable[tuple[int, Table]],
+    tables: Iterable[tuple[int, SourceRows]],
     config: DataConfig,
     folder: Path,
     advance: Callable[[int], None],
@@ -154,7 +163,7 @@ def read_rows(
     return reader
 
 
-def check_rows(reader: "RowReader", name: str | None, tables: Callable[[], Iterable[Table]]) -> None:
+def check_rows(reader: "RowReader", name: str | None, tables: Callable[[], Iterable[SourceRows]]) -> None:
     """Checks that each label and the rule of histories hold in some rows; writes the warnings of the rows.
 
     Args:
@@ -188,7 +197,7 @@ def read_values(folder: Path, column: str) -> pa.Array:
 class RowReader:
     """Writes blocks of rows as numbers into column files."""
 
-    def __init__(self, config: DataConfig, first: Table, folder: Path, lists: set[str] | None) -> None:
+    def __init__(self, config: DataConfig, first: SourceRows, folder: Path, lists: set[str] | None) -> None:
         self.config, self.folder, self.rows = config, folder, 0
         #: Rows without an id that are not among `rows`.
         self.left_out = 0
@@ -218,7 +227,7 @@ class RowReader:
         coded = ["user", "item", *(column.file for column in categories)]
         self._dictionaries = {name: Dictionary(lambda codes, name=name: self._put(name, codes)) for name in coded}
 
-    def append(self, table: Table, split: int) -> None:
+    def append(self, table: SourceRows, split: int) -> None:
         """Appends rows of the split of that number, if the config gives the rows of each split."""
         config, put = self.config, self._put
         if made := next((name for name in config.statistics_columns() if name in table.known), None):
@@ -256,7 +265,7 @@ class RowReader:
                 self._append_categories(column, table)
         self.rows += len(table)
 
-    def _append_categories(self, column: RawColumn, table: Table) -> None:
+    def _append_categories(self, column: RawColumn, table: SourceRows) -> None:
         values, name = table.categories(column.name, self.config.separators()), column.name
         is_missing = values.null_count == len(values)
         if name not in self._lists and (is_list(values.type) or not is_missing):
@@ -287,7 +296,7 @@ class RowReader:
     def _put(self, name: str, values: np.ndarray) -> None:
         self._writer.append(name, values)
 
-    def _groups(self, table: Table) -> np.ndarray:
+    def _groups(self, table: SourceRows) -> np.ndarray:
         """`[N]` int64, a hash of each row's group, at least 0; a row without one has a negative number of its own."""
         encoded = table.strings(self.config.request_id).dictionary_encode()
         # 63 bits: two groups of one user share a hash about once in 10^13 users with a thousand groups each.
@@ -318,7 +327,7 @@ def _rules(config: DataConfig) -> list[tuple[str, str]]:
     return rules if config.history is None else [*rules, ("history", config.history)]
 
 
-def _given_splits(table: Table, name: str) -> np.ndarray:
+def _given_splits(table: SourceRows, name: str) -> np.ndarray:
     """`[N]` int8, the index in `splits.SPLITS` that the column `name` says."""
     column = table.ids(name)
     split = named_splits(column)

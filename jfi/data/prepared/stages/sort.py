@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages import splits
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
 from jfi.data.prepared.stages.read import raw_columns, read_values
@@ -143,7 +143,7 @@ def _connect(settings: dict) -> "duckdb.DuckDBPyConnection":
         raise DataError(f"--memory {settings['memory_limit']}: not an amount of memory such as 1GB") from error
 
 
-#: The column of a row's place in the table.
+#: The column of a row's index in the table.
 ROW = "row"
 
 Advance = Callable[[int], None]
@@ -209,7 +209,7 @@ def order_and_split(
     memory: str | None,
     scratch: Path,
     advance: Advance,
-    tables: Callable[[], Iterable[Table]],
+    tables: Callable[[], Iterable[SourceRows]],
 ) -> None:
     """Writes the columns `order`, the rows of `sort_rows` by (timestamp, user, item), and `split`.
 
@@ -244,15 +244,15 @@ def order_and_split(
             labeled = ~np.isnan(columns["label"][begin:end])
             split[begin:end] = splits.leave_one_out(of_block, labeled, group)
     labeled = sum(int((~np.isnan(columns["label"][begin:end])).sum()) for begin, end in blocks(count))
-    cuts, place = splits.time_cuts(labeled, config.fractions), 0
+    cuts, before = splits.time_cuts(labeled, config.fractions), 0
     # The rows are sorted by user and item, so among equal times their number gives this order.
     for batch in sort_batches(given(), ["time", ROW], memory, scratch):
         rows = batch.column(ROW).to_numpy()
         writer.append("order", rows)
         if config.split == "time":
             counted = ~np.isnan(columns["label"][rows])
-            split[rows] = splits.split_by_time(counted, place, cuts)
-            place += int(counted.sum())
+            split[rows] = splits.split_by_time(counted, before, cuts)
+            before += int(counted.sum())
         advance(len(rows))
     if config.split == "time" and config.request_id is not None:
         for begin, end, group in _users(columns):
@@ -274,7 +274,7 @@ def _users(columns: dict[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarra
 
 
 def _check_groups(
-    columns: dict[str, np.ndarray], split: np.ndarray, name: str, tables: Callable[[], Iterable[Table]]
+    columns: dict[str, np.ndarray], split: np.ndarray, name: str, tables: Callable[[], Iterable[SourceRows]]
 ) -> None:
     """Raises DataError for the first row of the table whose group the given split cuts."""
     cut = []

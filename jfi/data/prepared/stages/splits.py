@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.schema.labels import labels_of
+from jfi.data.schema.rules import labels_of
 from jfi.events.events import SortedEvents
 from jfi.utils.encoding import hash_text, mix
 from jfi.utils.jagged import blocks

@@ -10,10 +10,9 @@ from jfi.data.prepared.stages.columns import Columns, read_sessions
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.schema.columns import Categorical, moments
 from jfi.data.schema.schema import DataSchema, Encodings, FeatureSpec
-from jfi.events.events import SortedEvents, event_values
+from jfi.events.events import New, SortedEvents, event_values
 from jfi.events.groups import SESSIONS
-from jfi.events.past import New
-from jfi.events.point_in_time import Column, PastIndex
+from jfi.events.point_in_time import KeyColumn, PastIndex
 from jfi.events.statistics import DenseStatistics, StatisticColumns, Statistics
 from jfi.utils.encoding import UNKNOWN
 
@@ -48,12 +47,13 @@ def past_index(
         if one.role == "history" and one.of == "item" and not one.semantic and one.column != schema.item_key:
             slots.setdefault(one.column, []).append((own, one))
     columns = {
-        f"column {name}": Column("item", *_matrix([own for own, _ in of], of[0][1]), name) for name, of in slots.items()
+        f"column {name}": KeyColumn("item", *_matrix([own for own, _ in of], of[0][1]), name)
+        for name, of in slots.items()
     }
     for one, own in features if contexts else []:
         if one.role in ("user", "context"):
             values = _matrix([own] if own.offsets is None else [*map(own.slot, range(_MAX_VALUES))], one)
-            columns[f"{one.role} {one.key}"] = Column("user" if one.of == "user" else "event", *values, one.key)
+            columns[f"{one.role} {one.key}"] = KeyColumn("user" if one.of == "user" else "event", *values, one.key)
     numbers, values = {}, {}
     for one, own in features:
         if one.role == "history" and one.of == "event" and one.column in schema.encodings.edges:
