@@ -58,12 +58,10 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
         config = world.on_first(lambda: _check_before_reading(config))
         if dataset is None:
             dataset = load_shared(config.data, world)
-            if world.is_first and dataset.summary is not None:
-                print(dataset.summary, flush=True)
+            world.say(dataset.summary)
         _check_weights(config, dataset)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
-        if trainer.defaults_line is not None and world.is_first:
-            print(trainer.defaults_line, flush=True)
+        world.say(trainer.defaults_line)
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir) if run_dir else new_run_dir())
         with writing_run(path, world):
@@ -200,8 +198,7 @@ def _continue(
     trainer = Trainer(config, dataset, world, config.training.warm_start if begins else None)
     if trainer.config != config:  # config.yaml was changed, and leaves settings open
         world.on_first(lambda: save_config(trainer.config, run.config))
-        if trainer.defaults_line is not None and world.is_first:
-            print(trainer.defaults_line, flush=True)
+        world.say(trainer.defaults_line)
     trainer.restore(run)
     if begins:
         trainer.load_pretrained()
@@ -213,26 +210,22 @@ def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
     progress.files = world.on_first(lambda: learnt_files(run))
     progress.unknown = world.on_first(lambda: expected_shares(dataset, trainer.config.model.item_id))
     batches = world.on_first(lambda: describe_batches(run, trainer.config, dataset))
-    lines = _warn_of_trained_rows(trainer, batches)
+    world.say(_doubt_held_out_rows(trainer, batches))
     progress.newest = max(progress.newest, dataset.newest())
-    if (restart := progress.use_batches(batches)) is not None:
-        lines.append(restart)
-    if world.is_first:
-        for line in lines:
-            print(line, flush=True)
+    world.say(progress.use_batches(batches))
     return trainer.fit(run, logger)
 
 
-def _warn_of_trained_rows(trainer: Trainer, batches: dict) -> list[str]:
-    """Warns of rows of validation and test that the run may have trained on, where the training rows have changed."""
+def _doubt_held_out_rows(trainer: Trainer, batches: dict) -> str | None:
+    """A warning of rows of validation and test that the run may have trained on, where training rows have changed."""
     progress, samples = trainer.progress, "the SHA-256 of the training samples"
     if trainer.config.data.split != "time" or progress.batches.get(samples, batches[samples]) == batches[samples]:
-        return []
+        return None
     counts = {split: trainer.dataset.num_until(split, progress.newest) for split in ("validation", "test")}
     if not any(counts.values()):
-        return []
+        return None
     rows = " and ".join(f"{count:,} rows of {split}" for split, count in counts.items())
-    return [
+    return (
         f"warning: {rows} are not newer than the newest row that the run has trained on, so it may have trained on "
         "them: the metrics are too good; start a new run, or name a table with newer rows"
-    ]
+    )

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from jfi.training.config import ConfigError
 from jfi.utils.files import temporary_folder
@@ -48,6 +49,13 @@ class World:
     def is_first(self) -> bool:
         """Returns whether this is the process that writes files and prints."""
         return self.rank == 0
+
+    def say(self, *lines: object) -> None:
+        """Prints lines, above a bar of progress, in the process that does; None is no line."""
+        for line in lines:
+            if line is not None and self.is_first:
+                with tqdm.external_write_mode():
+                    print(line, flush=True)
 
     def on_first(self, act: Callable[[], T]) -> T:
         """Calls `act` on rank 0; returns its result, or raises its exception, on every rank."""

@@ -39,15 +39,7 @@ Output = tuple[Tensor, Tensor, Tensor]
 class Steps(RunState):
     """The state of a run, and its steps on batches.
 
-    Args:
-        config: the whole config.
-        dataset: the dataset of `config.data`.
-        world: the processes of the run.
-        warm: the run to start from, `training.warm_start` of a new run.
-        clock: seconds that only grow; another one in tests.
-
-    Raises:
-        ConfigError: the config does not fit the dataset, the processes or the run to start from.
+    Its arguments are those of `RunState`, and `clock`, which returns seconds that only grow.
     """
 
     def __init__(

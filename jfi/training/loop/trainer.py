@@ -8,7 +8,6 @@ depend on a file, a signal or all predictions are made by one process and broadc
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
@@ -16,7 +15,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from jfi.data import Batch
 from jfi.tables.id_counts import all_outside_ids
@@ -46,20 +44,20 @@ class Trainer(Steps):
         data = world.on_first(lambda: name_data(run))
         log = world.on_first(lambda: read_metrics(run.metrics, progress.log_length))
         if progress.epoch < training.epochs:
-            self._say(progress.forget_best(log, data, self.config))
+            world.say(progress.forget_best(log, data, self.config))
         if finished := progress.finished(training):
-            self._say(f"nothing to train: {finished} in {run.config} and use --config-changed accept")
+            world.say(f"nothing to train: {finished} in {run.config} and use --config-changed accept")
         else:
-            self._say(describe_earlier(log, data))
+            world.say(describe_earlier(log, data))
             if self.dataset.policy is not None and world.is_first:
                 share = self.dataset.removed_share(self.config.training.batch_size)
-                self._say(f"data.policy removes {share:.1%} of the events of the histories in a batch")
+                world.say(f"data.policy removes {share:.1%} of the events of the histories in a batch")
             if world.size > 1 and world.is_first:
                 busiest = self._parts("train", training.batch_size)[0].order.imbalance(world.size)
-                self._say(
+                world.say(
                     f"the busiest of {world.size} processes has {busiest:.3f} times the mean work (events x targets)"
                 )
-            self._say(self.capture_steps())
+            world.say(self.capture_steps())
         # Run the backward on this thread. Waking autograd's thread and waiting for it in every step costs the host more
         # than launching the kernels for short histories.
         with (
@@ -89,18 +87,17 @@ class Trainer(Steps):
             if recorder is not None:
                 recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
         log = world.on_first(lambda: read_metrics(run.metrics))
-        self._say(describe_earlier(log, data))
+        world.say(describe_earlier(log, data))
         world.on_first(lambda: draw_curves(log, self.config.monitor, run.curves))
         if self.config.model.pooling == "attention":
             if self.pipeline is not None:
                 self.pipeline.detach()
             model = self.model.module if world.launched else self.evaluated
-            self._say(draw_attention(model, self.dataset, self.device, run.attention if world.is_first else None))
+            world.say(draw_attention(model, self.dataset, self.device, run.attention if world.is_first else None))
         validation = next(r for r in log if r["split"] == "validation" and r["step"] == progress.best_step)
         validation = {name: math.nan if validation[name] is None else validation[name] for name in test}
         doubts = progress.warn_of_best_epoch(validation, self.config.monitor, self.dataset.is_implicit)
-        for line in [*doubts, *progress.warn_of_opposite_metrics(log, data, self.config.monitor)]:
-            self._say(line)
+        world.say(*doubts, *progress.warn_of_opposite_metrics(log, data, self.config.monitor))
         best = progress.best_epoch, progress.evaluated_epoch
         return Result(str(run.path), *best, validation, test, progress.train_seconds, progress.start)
 
@@ -110,10 +107,6 @@ class Trainer(Steps):
             return nullcontext()
         tracker = Tracker(self.config.training, self.config.as_dict(), logger)
         return Recorder(run, self.progress.log_length, self.progress.step, data, tracker)
-
-    def _say(self, line: str | None) -> None:
-        if line is not None and self.world.is_first:
-            print(line, flush=True)
 
     def _train(self, run: RunFolder, recorder: Recorder | None, stop: StopRequest) -> float:
         """Trains up to the next evaluation, and returns the number of epochs trained so far, such as 1.25."""
@@ -165,9 +158,8 @@ class Trainer(Steps):
         loss, labels, samples, *counts = self.world.sum(torch.cat([self.window, *counts])).tolist()
         self.window.zero_()
         found = self._outside.describe_new([table for one in outside for table in one.tables], counts)
-        if found and self.world.is_first:
-            tqdm.write(f"step {step}: ids outside of their tables, which count as missing: {found}")
-            sys.stdout.flush()
+        if found:
+            self.world.say(f"step {step}: ids outside of their tables, which count as missing: {found}")
         loss, mean_label = loss / samples, labels / samples
         self.check_finite(loss)
         metrics = {"loss": loss}
@@ -188,8 +180,7 @@ class Trainer(Steps):
         if split == "validation":
             self._calibration = self.world.on_first(lambda: fit_calibration(Predictions.join(parts), self._labels))
         elif self.world.is_first:
-            for line in describe(Predictions.join(parts), self._labels, self.progress.calibration):
-                self._say(line)
+            self.world.say(*describe(Predictions.join(parts), self._labels, self.progress.calibration))
         if not self.dataset.is_implicit:
             return metrics, speed
 
@@ -229,6 +220,5 @@ class Trainer(Steps):
             shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             trained = f"; trained {self._speed:,.0f} samples/s" if self._speed else ""
             captured = "" if self._captured is None else f"; {self._captured.summary()}"
-            tqdm.write(f"epoch {epoch:.4g}: validation {shown}{trained}{captured}")
-            sys.stdout.flush()
+            self.world.say(f"epoch {epoch:.4g}: validation {shown}{trained}{captured}")
         self.save(run, recorder, check)
