@@ -91,6 +91,20 @@ class World:
         dist.gather_object(item, items, dst=0, group=self.control)
         return items or []
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """The rows `[N, ...]` of all ranks, in their order, on rank 0; the own ones on the others. On the CPU."""
+        if not self.launched:
+            return rows
+        counts = [torch.tensor(0) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor(len(rows)), group=self.control)
+        if not self.is_first:
+            dist.send(rows.contiguous(), 0, group=self.control)
+            return rows
+        parts = [rows, *(rows.new_empty(int(count), *rows.shape[1:]) for count in counts[1:])]
+        for rank in range(1, self.size):
+            dist.recv(parts[rank], rank, group=self.control)
+        return torch.cat(parts)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor`, which is on each rank's device, over the ranks; a new tensor."""
         total = tensor.clone()

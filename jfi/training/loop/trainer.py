@@ -173,14 +173,14 @@ class Trainer(Steps):
     def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], float]:
         """The metrics of a split, and the samples a second."""
         begin = self.clock()
-        parts = self.world.gather(self._predict(split, run, stop))
+        predictions = self._predict(split, run, stop)
         speed = self.dataset.num_samples(split) / max(self.clock() - begin, 1e-9)
         weights = [one.weight for one in self.config.data.targets()]
-        metrics = self.world.on_first(lambda: Predictions.join(parts).metrics(self._labels, weights))
+        metrics = self.world.on_first(lambda: predictions.metrics(self._labels, weights))
         if split == "validation":
-            self._calibration = self.world.on_first(lambda: fit_calibration(Predictions.join(parts), self._labels))
+            self._calibration = self.world.on_first(lambda: fit_calibration(predictions, self._labels))
         elif self.world.is_first:
-            self.world.say(*describe(Predictions.join(parts), self._labels, self.progress.calibration))
+            self.world.say(*describe(predictions, self._labels, self.progress.calibration))
         if not self.dataset.is_implicit:
             return metrics, speed
 
@@ -194,7 +194,7 @@ class Trainer(Steps):
 
     @torch.no_grad()
     def _predict(self, split: str, run: RunFolder, stop: StopRequest) -> Predictions:
-        """The predictions of this process's part of a split."""
+        """The predictions of a split; of this process's part of it in all but the first."""
         self.model.eval()
         self.evaluated.eval()
         predictions = Predictions()
@@ -202,7 +202,7 @@ class Trainer(Steps):
             for output in outputs:
                 predictions.add(*output)
                 stop.check(run.path, self.world)
-        return predictions.on_cpu()
+        return predictions.on_cpu(self.world.gather_rows)
 
     def _end_evaluation(
         self,

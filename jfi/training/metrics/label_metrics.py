@@ -18,7 +18,7 @@ that have them. No metric reads the weights of samples or of positives.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -116,19 +116,9 @@ class Predictions:
         self.labels.append(labels)
         self.users.append(users)
 
-    def on_cpu(self) -> "Predictions":
-        """The same predictions as one batch on the CPU."""
-        return Predictions(*([torch.cat(column).cpu()] for column in (self.logits, self.labels, self.users)))
-
-    @staticmethod
-    def join(parts: "list[Predictions]") -> "Predictions":
-        """The predictions of all `parts`."""
-        whole = Predictions()
-        for part in parts:
-            whole.logits += part.logits
-            whole.labels += part.labels
-            whole.users += part.users
-        return whole
+    def on_cpu(self, gather: Callable[[Tensor], Tensor] = lambda rows: rows) -> "Predictions":
+        """The same predictions as one batch on the CPU, with the rows of other processes that `gather` adds."""
+        return Predictions(*([gather(torch.cat(column).cpu())] for column in (self.logits, self.labels, self.users)))
 
     def metrics(
         self, labels: Sequence[LabelSpec] = (LabelSpec(),), weights: Sequence[float] = (1.0,)
