@@ -67,7 +67,7 @@ def check_some(table: Table, conversion: np.ndarray, options: argparse.Namespace
 
 
 def codes(column: pa.Array) -> tuple[np.ndarray, list[str]]:
-    """The place of each text among the distinct ones, which are sorted."""
+    """The index of each text among the distinct ones, which are sorted."""
     encoded = column.dictionary_encode()
     order = pc.array_sort_indices(encoded.dictionary)
     rank = np.empty(len(order), np.int64)

@@ -74,13 +74,13 @@ def parse_config(
         if is_setting and "=" not in one and left and not left[0].startswith("--"):
             settings.append(left.pop(0))
     own, unknown = (argparse.Namespace(), rest) if parser is None else parser.parse_known_args(rest)
-    given, tree, places = [*_options([*settings, *unknown], others)], {}, _Places()
+    given, tree, lines = [*_options([*settings, *unknown], others)], {}, _Lines()
     for option, value, _ in given:
         if option == "--config":
-            _read_file(tree, value, places)
+            _read_file(tree, value, lines)
     for option, value, hint in given:
         if option != "--config":
-            _override(tree, option, value, hint, places)
+            _override(tree, option, value, hint, lines)
     default = Config()
     if (prepared := tree.get("data", {}).get("prepared")) is not None:
         from jfi.data.prepared.manifest import RUN_SETTINGS, prepared_config
@@ -93,7 +93,7 @@ def parse_config(
     try:
         config = _build(Config, tree, "", default)
     except (ConfigError, DataError) as error:
-        raise ConfigError(places.located(str(error))) from None
+        raise ConfigError(lines.located(str(error))) from None
     own.arguments = list(arguments)
     return config, own
 
@@ -104,7 +104,7 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ConfigError: another version of jfi wrote it, or a key or a value is wrong.
     """
-    _read_file({}, str(path), _Places(), needs_version=True)
+    _read_file({}, str(path), _Lines(), needs_version=True)
     return parse_config(["--config", str(path)])[0]
 
 
@@ -155,11 +155,11 @@ def docstring(section: type) -> tuple[str, dict[str, str]]:
     return "\n\n".join(textwrap.fill(part, 120) for part in intro.split("\n\n")), meanings
 
 
-class _Places(dict):
+class _Lines(dict):
     """Maps a setting to the line of the file that gives it, "" for the command line."""
 
     def located(self, message: str) -> str:
-        """Returns a message that begins with a setting behind the place of the setting, or of what it is in."""
+        """Returns a message that begins with a setting behind the line of the setting, or of what it is in."""
         key = re.match(r"[\w.\[\]]*", message)[0]
         while key and key not in self:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
@@ -172,14 +172,14 @@ class _Source:
 
     name: str
     is_file: bool
-    places: _Places
+    lines: _Lines
 
     def line(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
 
     def fault(self, node: yaml.Node, key: str, what: str) -> ConfigError:
-        place = f"{self.line(node)}: {key or 'the file'}" if self.is_file else f"--{key}"
-        return ConfigError(shorten(f"{place}{what}"))
+        where = f"{self.line(node)}: {key or 'the file'}" if self.is_file else f"--{key}"
+        return ConfigError(shorten(f"{where}{what}"))
 
 
 def _options(rest: Sequence[str], others: list[str]) -> Iterator[tuple[str, str, object]]:
@@ -204,7 +204,7 @@ def _options(rest: Sequence[str], others: list[str]) -> Iterator[tuple[str, str,
         yield option, value if is_joined else left.pop(0), hint
 
 
-def _override(tree: dict, option: str, value: str, hint: object, places: _Places) -> None:
+def _override(tree: dict, option: str, value: str, hint: object, lines: _Lines) -> None:
     """Sets the value of an option in the tree of settings."""
     kinds, root = _kinds(hint), None
     try:
@@ -220,15 +220,15 @@ def _override(tree: dict, option: str, value: str, hint: object, places: _Places
         is_text = root is None or (isinstance(root, yaml.CollectionNode) and str in kinds and not takes_list)
     if is_text:
         root = yaml.ScalarNode(_TEXT, value)  # as it is written: a command line has no comments, blocks or anchors
-    for given in [one for one in places if one.startswith(option[2:])]:
-        del places[given]
+    for given in [one for one in lines if one.startswith(option[2:])]:
+        del lines[given]
     *folders, name = option[2:].split(".")
     for part in folders:
         tree = tree.setdefault(part, {})
-    tree[name] = _read(tree.get(name), root, hint, option[2:], _Source(option, False, places))
+    tree[name] = _read(tree.get(name), root, hint, option[2:], _Source(option, False, lines))
 
 
-def _read_file(tree: dict, path: str, places: _Places, needs_version: bool = False) -> None:
+def _read_file(tree: dict, path: str, lines: _Lines, needs_version: bool = False) -> None:
     """Adds the settings of a file to the tree."""
     try:
         root = read_yaml(Path(path).read_text(encoding="utf-8"), path)
@@ -239,8 +239,8 @@ def _read_file(tree: dict, path: str, places: _Places, needs_version: bool = Fal
         raise ConfigError(f"--config {path}: {error.strerror or error}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
-        raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', error)}") from None
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from None
     root = yaml.ScalarNode("tag:yaml.org,2002:null", "", yaml.Mark(path, 0, 0, 0, "", 0)) if root is None else root
     if isinstance(root, yaml.MappingNode):
         found = [_plain(value, int) for key, value in root.value if key.value == "version"]
@@ -252,7 +252,7 @@ def _read_file(tree: dict, path: str, places: _Places, needs_version: bool = Fal
             )
             raise ConfigError(f"{path}: {what}")
         root.value = [pair for pair in root.value if pair[0].value != "version"]
-    tree |= _read(tree, root, Config, "", _Source(path, True, places))
+    tree |= _read(tree, root, Config, "", _Source(path, True, lines))
 
 
 def _copy_hint(path: str) -> str:
@@ -264,7 +264,7 @@ def _copy_hint(path: str) -> str:
 
 def _read(old: object, node: yaml.Node, hint: typing.Any, key: str, source: _Source) -> typing.Any:
     """Returns the value of a setting; of a dataclass the given settings, by name, in addition to the `old` ones."""
-    source.places[key] = source.line(node) if source.is_file else ""
+    source.lines[key] = source.line(node) if source.is_file else ""
     if dataclasses.is_dataclass(hint):
         known, tree = fields(hint), dict(old or {})  # type: ignore[call-overload]
         for name, value in _pairs(node, key, source).items():

@@ -11,14 +11,14 @@ _DEEPEST, _MOST_VALUES = 50, 100_000
 _TAGS = {*yaml.SafeLoader.yaml_constructors, "tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"}
 
 
-def read_yaml(text: str, place: str) -> yaml.Node | None:
+def read_yaml(text: str, source: str) -> yaml.Node | None:
     """Returns the tree of a YAML document, None for an empty one.
 
     Raises:
         ConfigError: it is too deep or too large to be a config, or a mapping has a key twice.
         yaml.YAMLError: it is not YAML, or has a tag of another language, such as `!!python/name`.
     """
-    _check_size(text, place)
+    _check_size(text, source)
     root = yaml.compose(text, yaml.SafeLoader)
     for node in _nodes(root):
         if node.tag not in _TAGS:
@@ -27,7 +27,7 @@ def read_yaml(text: str, place: str) -> yaml.Node | None:
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name, line = (key.tag, str(key.value)), key.start_mark.line + 1
             if name in lines:
-                raise ConfigError(f"{place}:{line}: the key {key.value} is there twice, first in line {lines[name]}")
+                raise ConfigError(f"{source}:{line}: the key {key.value} is there twice, first in line {lines[name]}")
             lines[name] = line
     return root
 
@@ -47,7 +47,7 @@ def _nodes(root: yaml.Node | None) -> Iterator[yaml.Node]:
             left += node.value
 
 
-def _check_size(text: str, place: str) -> None:
+def _check_size(text: str, source: str) -> None:
     """Raises ConfigError for YAML that is too deep or too large to be a config, before objects are built of it.
 
     The parser's events are counted, which takes no recursion; an alias counts as all that it stands for.
@@ -70,4 +70,4 @@ def _check_size(text: str, place: str) -> None:
             sizes[event.anchor] = 1
         if len(counts) > _DEEPEST or counts[-1] > _MOST_VALUES:
             what = f"nested over {_DEEPEST} deep" if len(counts) > _DEEPEST else f"over {_MOST_VALUES:,} values"
-            raise ConfigError(f"{place}: {what}, which no config is")
+            raise ConfigError(f"{source}: {what}, which no config is")

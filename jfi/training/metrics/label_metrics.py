@@ -134,9 +134,9 @@ class Predictions:
         if len(labels) == 1:
             return metrics_of_label(labels[0], outputs, targets, users)
         found: dict[str, dict[str, float]] = {}
-        for place, label in enumerate(labels):
-            present = ~targets[:, place].isnan()
-            own = outputs[present, place], targets[present, place], users[present]
+        for index, label in enumerate(labels):
+            present = ~targets[:, index].isnan()
+            own = outputs[present, index], targets[present, index], users[present]
             found[label.name] = metrics_of_label(label, *own)
         whole = {"loss": sum(w * one["loss"] for w, one in zip(weights, found.values(), strict=True))}
         for name in _AVERAGED:

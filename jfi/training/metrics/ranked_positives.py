@@ -59,11 +59,11 @@ class RankedPositives:
         user, item = events.user[chosen].astype(np.int64), events.item[chosen].astype(np.int64)
         positives = chosen, user, item, events.time[chosen]
         self._score_negatives(rows, positives, number, score, batch_size, device)
-        place, own = _find(self.ranked, number)
+        index, own = _find(self.ranked, number)
         positives = [column[own] for column in positives]
         for kind, ranks in self._ranks.items():
             candidates = Candidates(*positives, rows.negatives, kind, self._num_sampled, number[own])
-            ranks[torch.from_numpy(place)] = rank_positives(rows.dataset, candidates, batch_size, score, World(device))
+            ranks[torch.from_numpy(index)] = rank_positives(rows.dataset, candidates, batch_size, score, World(device))
 
     def ranking(self, chosen: torch.Tensor | slice) -> dict[str, float]:
         """The metrics that `training.ranking` asks for, of the ranked positives at `chosen`; NaN where there is none.
@@ -101,6 +101,6 @@ class RankedPositives:
 
 def _find(known: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The indices in `known`, ascending, of those of `values` that it has; and whether it has each, bool."""
-    place = np.minimum(np.searchsorted(known, values), len(known) - 1)
-    found = known[place] == values
-    return place[found], found
+    index = np.minimum(np.searchsorted(known, values), len(known) - 1)
+    found = known[index] == values
+    return index[found], found

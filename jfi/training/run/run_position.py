@@ -59,7 +59,7 @@ class RunPosition(msgspec.Struct, forbid_unknown_fields=True):
         unknown: by column the share of the test split without a known value, see `jfi.training.metrics.unknown_values`.
         start: by split the metrics of a warm start before its first step.
         newest: time of the newest training sample.
-        follow: the place in the log that the run follows, see `jfi.follow.loop`; empty for a run that follows none.
+        follow: the position in the log that the run follows, see `jfi.follow.loop`; empty for a run that follows none.
     """
 
     epoch: Count = 0
