@@ -32,7 +32,6 @@ NEEDED = {
     "serve": ["--artifact artifact"],
     "state": ["load --run run --state users"],
     "semantic-ids": ["--items items.csv --out sids.parquet"],
-    "policy": ["--config config.yaml --out policy.json"],
 }
 #: Stands in for torch: says that its import has begun, takes long, and catches what interrupts it.
 # Short sleeps: Python handles a signal that comes just before a sleep only when the sleep ends.
@@ -190,7 +189,9 @@ def test_ctrl_c_while_a_command_imports_is_one_line_and_waiting_threads_sleep(tm
     env = {**kept, "PYTHONPATH": f"{tmp_path}:{ROOT}", **({} if policy is None else {"OMP_WAIT_POLICY": policy})}
     # Help needs no torch, the work of a right config does.
     options = f"--data.interactions x.csv --out {tmp_path}/out" if command == "prepare" else "--data.interactions x.csv"
-    if command not in ("train", "prepare", "compare"):
+    if command == "policy":
+        options += f" --out {tmp_path}/policy.json"
+    elif command not in ("train", "prepare", "compare"):
         options = " ".join(NEEDED.get(command, [ALL]))
     started = [sys.executable, "-m", "jfi", command, *options.split()]
     with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 335,
     "baselines": 350,
-    "cli": 1615,
+    "cli": 1515,
     "cpu": 922,
     "cuda_graphs": 780,
     "data": 8327,

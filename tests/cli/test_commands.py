@@ -17,7 +17,7 @@ from jfi.training import Config
 from jfi.training.config_parser import parse_config
 
 ROOT = Path(__file__).parents[2]
-WITH_CONFIG = ("train", "prepare", "compare")
+WITH_CONFIG = ("train", "prepare", "compare", "policy")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
@@ -44,8 +44,8 @@ def test_the_overview_names_every_command(capsys):
         (["compare", "--training.epochs", "few"], "--training.epochs: got 'few', must be an integer of at least 1"),
         (["train", "--config", "wrong.yaml"], "wrong.yaml:2: unknown key model.pool; did you mean 'model.pooling'?"),
         *(
-            ([name, "--data.lable", "x"], "unknown option --data.lable; did you mean '--data.label'?")
-            for name in WITH_CONFIG
+            ([*name.split(), "--data.lable", "x"], "unknown option --data.lable; did you mean '--data.label'?")
+            for name in ("train", "prepare", "compare", "policy --out x.json")
         ),
     ],
 )
