@@ -9,10 +9,10 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 335,
     "baselines": 350,
-    "cli": 1515,
+    "cli": 1513,
     "cpu": 922,
     "cuda_graphs": 780,
-    "data": 8327,
+    "data": 8326,
     "distributed": 2185,
     "events": 2336,
     "follow": 1621,
@@ -25,8 +25,8 @@ BUDGET = {
     "serving": 7673,
     "table1": 1135,
     "tables": 3117,
-    "training": 7173,
-    "utils": 1959,
+    "training": 7099,
+    "utils": 1896,
 }
 
 

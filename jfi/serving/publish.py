@@ -44,17 +44,8 @@ from jfi.serving.published import (
 from jfi.serving.schema import Limits, Schema
 from jfi.serving.tables import FLOAT, write_tensors
 from jfi.tables.changed_rows import ChangedRows
-from jfi.utils.files import (
-    LOCK,
-    SUMS,
-    locking,
-    read_sums,
-    sha256_of,
-    temporary_folder,
-    write_file,
-    write_sums,
-    writing_folder,
-)
+from jfi.utils import files
+from jfi.utils.files import SUMS, read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
 from jfi.utils.json_files import read_json
 
 _log = logging.getLogger(__name__)
@@ -134,7 +125,7 @@ class Publisher:
         self._deltas = self._delta_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
         held, what = ExitStack(), "publishes to this folder; each run needs one of its own"
-        held.enter_context(locking(folder / LOCK, lambda by: LockedFolderError(f"{folder}: {by} {what}")))
+        held.enter_context(files.locking(folder / files.LOCK, lambda by: LockedFolderError(f"{folder}: {by} {what}")))
         #: Releases the lock.
         self.close = weakref.finalize(self, held.close)
 
