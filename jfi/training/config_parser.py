@@ -25,7 +25,7 @@ from jfi.data.setting_types import describe, fields
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_yaml import read_yaml
 from jfi.utils.errors import suggest
-from jfi.utils.exit_codes import EXIT_CODES, shorten
+from jfi.utils.exit_codes import shorten
 from jfi.utils.files import is_storage_fault, write_file
 
 #: Version of the settings' meaning; a config of another one is refused. Version 4 has fewer settings than 3, which
@@ -38,7 +38,7 @@ _WITH_URLS = tuple(f"data.{name}" for name in FILES)
 
 
 def parse_config(
-    arguments: Sequence[str], description: str = "", parser: argparse.ArgumentParser | None = None
+    arguments: Sequence[str], parser: argparse.ArgumentParser | None = None
 ) -> tuple[Config, argparse.Namespace]:
     """The config from `--config FILE` and overrides such as `--model.pooling mean`, and a command's own options.
 
@@ -46,7 +46,6 @@ def parse_config(
 
     Args:
         arguments: the command line without the program's name.
-        description: one line for `--help`, which prints all settings and exits where there is no `parser`.
         parser: of the command's own options.
 
     Returns:
@@ -59,11 +58,6 @@ def parse_config(
         >>> parse_config(["--model.num_heads", "8", "--encoder.dropout=.1"])[0].model.num_heads
         8
     """
-    if parser is None and not {"-h", "--help"}.isdisjoint(arguments):
-        print(
-            "\n\n".join((description, "--config FILE: a YAML file with any setting", describe_settings(), EXIT_CODES))
-        )
-        raise SystemExit(0)
     others = [] if parser is None else [option for one in parser._actions for option in one.option_strings]
     # Settings are taken out first: argparse takes --data.label='a == 1' for a value of --seeds, since it has a space.
     left, settings, rest = [*arguments], [], []
@@ -74,26 +68,24 @@ def parse_config(
         if is_setting and "=" not in one and left and not left[0].startswith("--"):
             settings.append(left.pop(0))
     own, unknown = (argparse.Namespace(), rest) if parser is None else parser.parse_known_args(rest)
-    given, tree, lines = [*_options([*settings, *unknown], others)], {}, _Lines()
+    given, tree, lines = [*_options([*settings, *unknown], others)], Config().as_dict(), _Lines()
     for option, value, _ in given:
         if option == "--config":
             _read_file(tree, value, lines)
     for option, value, hint in given:
         if option != "--config":
             _override(tree, option, value, hint, lines)
-    default = Config()
-    if (prepared := tree.get("data", {}).get("prepared")) is not None:
+    if tree["data"]["prepared"] is not None:
         from jfi.data.prepared.manifest import RUN_SETTINGS, prepared_config
 
         # What the arguments leave open is as the dataset was prepared; one that cannot be read is named later.
         with suppress(DataError):
-            made = prepared_config(prepared)
-            choices = {name: getattr(made, name) for name in RUN_SETTINGS}
-            default = dataclasses.replace(default, data=dataclasses.replace(default.data, **choices))
+            made = prepared_config(tree["data"]["prepared"])
+            tree["data"] |= {name: getattr(made, name) for name in RUN_SETTINGS if f"data.{name}" not in lines}
     try:
-        config = _build(Config, tree, "", default)
-    except (ConfigError, DataError) as error:
-        raise ConfigError(lines.located(str(error))) from None
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:  # of values that are each of their types, so one of a section's own checks
+        raise ConfigError(lines.located(str(error.__cause__ or error))) from None
     own.arguments = list(arguments)
     return config, own
 
@@ -275,6 +267,9 @@ def _read(old: object, node: yaml.Node, hint: typing.Any, key: str, source: _Sou
                     f"{source.line(value) if source.is_file else source.name}: unknown key {inner}; {near}"
                 )
             tree[name] = _read(tree.get(name), value, known[name], inner, source)
+        required = [one.name for one in dataclasses.fields(hint) if one.default is one.default_factory]  # both missing
+        if lacking := [name for name in required if name not in tree]:
+            raise ConfigError(source.lines.located(f"{key} lacks {', '.join(lacking)}"))
         return tree
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is dict:
@@ -333,30 +328,6 @@ def _plain(node: yaml.Node, hint: object) -> typing.Any:
         return yaml.constructor.SafeConstructor().construct_object(node)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError):  # an unknown tag, a value that is not its kind
         return node.value
-
-
-def _build(hint: typing.Any, value: typing.Any, key: str, default: object = None) -> typing.Any:
-    """Returns the value of a setting with dataclasses in the place of mappings; of a section with other defaults."""
-    parts = typing.get_args(hint)
-    if typing.get_origin(hint) is list:
-        return [_build(parts[0], one, f"{key}[{i}]") for i, one in enumerate(value)]
-    if typing.get_origin(hint) is dict:
-        return {name: _build(parts[1], one, f"{key}.{name}") for name, one in value.items()}
-    if not dataclasses.is_dataclass(hint):
-        return value
-    hints = fields(hint)
-    made = {
-        name: _build(hints[name], one, f"{key}.{name}" if key else name, getattr(default, name, None))
-        for name, one in value.items()
-    }
-    if default is not None:
-        return dataclasses.replace(default, **made)  # type: ignore[type-var]
-    required = [
-        one.name for one in dataclasses.fields(hint) if {one.default, one.default_factory} == {dataclasses.MISSING}
-    ]
-    if lacking := [name for name in required if name not in made]:
-        raise ConfigError(f"{key} lacks {', '.join(lacking)}")
-    return hint(**made)
 
 
 def _leaves(section: type, prefix: str, default: object = None) -> Iterator[tuple[str, type, object]]:

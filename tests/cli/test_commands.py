@@ -127,7 +127,7 @@ def test_configs_are_listed_and_copied(tmp_path, monkeypatch, capsys):
     assert sorted(names) == sorted(path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in known)
     for name in names:
         assert commands.call("config", "copy", name) == 0
-        parse_config(["--config", f"{Path(name).name}.yaml"], "")
+        parse_config(["--config", f"{Path(name).name}.yaml"])
     assert commands.call("config", "copy", "quickstart") == 2
     assert capsys.readouterr().err == "error: quickstart.yaml: exists already; name a new file\n"
     assert commands.call("config", "copy", "quickstart", "other.yaml") == 0
