@@ -56,13 +56,13 @@ class Features:
         times = arrays.events.time[samples.events[samples.splits["train"]]]
         span = max(float(np.ptp(times)), 1.0)
         half_lives = schema.encodings.half_lives or [span * part for part in HALF_LIVES]
-        asked, ids = Tallies(index, index.questions(samples.events, samples.item)), {}
+        tallies, ids = Tallies(index, index.questions(samples.events, samples.item)), {}
         groups = dict.fromkeys([*AUTO[is_implicit], "similar"])
         made = Statistics(index, [*groups], categories, schema.encodings.window, half_lives, *values)
-        numbers = made.answers(asked.questions)
+        numbers = made.answers(tallies.questions)
         for part, column in index.columns.items():
             if not is_implicit:  # negatives share the user and the context of their positive
-                numbers[f"{column.key}_rate"] = asked.tally((part,)).rate(asked.overall, _SMOOTHING)
+                numbers[f"{column.key}_rate"] = tallies.tally((part,)).rate(tallies.overall, _SMOOTHING)
             if column.ids.shape[1] == 1 and column.size <= _MAX_VALUES:
                 of = {"item": samples.item, "user": samples.user, "event": samples.events}[column.of]
                 own = column.ids[of, 0]

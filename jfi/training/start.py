@@ -33,7 +33,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
     Args:
         config: the whole config.
         dataset: the dataset of `config.data`, if it is loaded already.
-        logger: gets the config and the metrics, in the place of the one that `training.logger` names: any object with
+        logger: gets the config and the metrics, instead of the one that `training.logger` names: any object with
             the three methods of `jfi.training.run.logger.Logger`, such as a logger of Lightning.
 
     Raises:

@@ -155,7 +155,7 @@ def shard_model(
 
     Args:
         model: with the settings of `config`.
-        config: of the run, settled.
+        config: of the run, without settings left open.
         world: its processes.
 
     Returns:

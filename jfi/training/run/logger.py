@@ -70,7 +70,7 @@ class Tracker:
     Args:
         config: names the logger, or none.
         params: all fields of the config.
-        logger: takes the place of the one that the config names.
+        logger: replaces the one that the config names.
 
     Raises:
         ConfigError: a package is not installed, or the logger refuses its options.

@@ -103,7 +103,7 @@ class RunFolder:
 
     @classmethod
     def holds(cls, config: Config) -> bool:
-        """Returns whether `config.training.run_dir` is the folder of a run with this config, once it is settled."""
+        """Returns whether `config.training.run_dir` is the folder of a run with this config, once it is resolved."""
         path = config.training.run_dir
         if path is None or not cls(Path(path)).config.is_file():
             return False
