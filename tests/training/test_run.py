@@ -186,8 +186,8 @@ def test_a_run_is_evaluated_alike_by_user_and_by_sample(tmp_path):
     trainer = Trainer(other, load_dataset(other.data), World())
     run = RunFolder.open(tmp_path / "run")[0]
     trainer.restore(run)
-    with stop_on_signals() as stop:
-        metrics, _ = trainer._evaluate("test", run, stop)
+    with stop_on_signals(run.path, trainer.world) as check:
+        metrics, _ = trainer._evaluate("test", check)
     assert metrics == pytest.approx(result.test, abs=1e-6)
 
 

@@ -10,7 +10,6 @@ depend on a file, a signal or all predictions are made by one process and broadc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from jfi.training.metrics.calibration import describe, fit_calibration
 from jfi.training.metrics.label_metrics import Predictions, Result, normalized_entropy
 from jfi.training.metrics.ranking import rank_split
 from jfi.training.metrics.unknown_values import OutsideCounts
-from jfi.training.run.interrupt import Interrupted, StopRequest, stop_on_signals
+from jfi.training.run.interrupt import Interrupted, stop_on_signals
 from jfi.training.run.logger import Logger, Tracker
 from jfi.training.run.recorder import Recorder, describe_earlier, read_metrics
 from jfi.training.run.run_data import name_data
@@ -62,19 +61,18 @@ class Trainer(Steps):
         # than launching the kernels for short histories.
         with (
             self._record(run, data, logger) as recorder,
-            stop_on_signals() as stop,
+            stop_on_signals(run.path, world) as check,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            check = partial(stop.check, run.path, world)
             try:
                 if self.warm and progress.step == 0:
-                    start = {split: self._evaluate(split, run, stop) for split in ("validation", "test")}
+                    start = {split: self._evaluate(split, check) for split in ("validation", "test")}
                     progress.start = {split: metrics for split, (metrics, _) in start.items()}
                     if recorder is not None:
                         recorder.metrics("validation", 0, 0, *start["validation"])
                 while not progress.finished(training):
-                    epoch = self._train(run, recorder, stop)
-                    self._end_evaluation(epoch, *self._evaluate("validation", run, stop), run, recorder, check)
+                    epoch = self._train(run, recorder, check)
+                    self._end_evaluation(epoch, *self._evaluate("validation", check), run, recorder, check)
             except Interrupted:
                 if progress.step > 0:
                     self.save(run, recorder)
@@ -83,7 +81,7 @@ class Trainer(Steps):
                 if self._captured is not None:
                     self._captured.reset()  # NCCL would wait at its end for graphs of its collectives
             self.load_best(run, check)
-            test, speed = self._evaluate("test", run, stop)
+            test, speed = self._evaluate("test", check)
             if recorder is not None:
                 recorder.metrics("test", progress.best_epoch, progress.step, test, speed)
         log = world.on_first(lambda: read_metrics(run.metrics))
@@ -108,7 +106,7 @@ class Trainer(Steps):
         tracker = Tracker(self.config.training, self.config.as_dict(), logger)
         return Recorder(run, self.progress.log_length, self.progress.step, data, tracker)
 
-    def _train(self, run: RunFolder, recorder: Recorder | None, stop: StopRequest) -> float:
+    def _train(self, run: RunFolder, recorder: Recorder | None, check: Callable[[], None]) -> float:
         """Trains up to the next evaluation, and returns the number of epochs trained so far, such as 1.25."""
         progress, training = self.progress, self.config.training
         order = self._parts("train", training.batch_size)[0].order
@@ -140,10 +138,10 @@ class Trainer(Steps):
                     logged, logged_samples = now, done
                 due = training.checkpoint_every and progress.step % training.checkpoint_every == 0
                 if due and progress.position < end:
-                    self.save(run, recorder, partial(stop.check, run.path, self.world))
+                    self.save(run, recorder, check)
                     saved = self.clock()
                     started, logged = saved, logged + saved - started
-                stop.check(run.path, self.world)
+                check()
         self.admit()
         if average is not None:
             average.flush()
@@ -170,10 +168,10 @@ class Trainer(Steps):
             recorder.metrics("train", self.progress.epoch + 1, step, metrics, speed)
 
     @torch.no_grad()
-    def _evaluate(self, split: str, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], float]:
+    def _evaluate(self, split: str, check: Callable[[], None]) -> tuple[dict[str, float], float]:
         """The metrics of a split, and the samples a second."""
         begin = self.clock()
-        predictions = self._predict(split, run, stop)
+        predictions = self._predict(split, check)
         speed = self.dataset.num_samples(split) / max(self.clock() - begin, 1e-9)
         weights = [one.weight for one in self.config.data.targets()]
         metrics = self.world.on_first(lambda: predictions.metrics(self._labels, weights))
@@ -187,13 +185,13 @@ class Trainer(Steps):
         def score(assemble: Callable[[np.ndarray], Batch], items: Iterable[np.ndarray]) -> Iterator[Tensor]:
             with closing(self._load(assemble, items)) as batches:
                 for logits, _, _ in self._run(batches):
-                    stop.check(run.path, self.world)
+                    check()
                     yield logits
 
         return metrics | rank_split(self.dataset, split, self.config, score, self.world, self._display), speed
 
     @torch.no_grad()
-    def _predict(self, split: str, run: RunFolder, stop: StopRequest) -> Predictions:
+    def _predict(self, split: str, check: Callable[[], None]) -> Predictions:
         """The predictions of a split; of this process's part of it in all but the first."""
         self.model.eval()
         self.evaluated.eval()
@@ -201,7 +199,7 @@ class Trainer(Steps):
         with closing(self._outputs(split, self.config.training.eval_batch_size, split)) as outputs:
             for output in outputs:
                 predictions.add(*output)
-                stop.check(run.path, self.world)
+                check()
         return predictions.on_cpu(self.world.gather_rows)
 
     def _end_evaluation(

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as requests to stop, which the loop checks between batches."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,38 +16,31 @@ class Interrupted(Exception):
         self.exit_code = 128 + signum
 
 
-class StopRequest:
-    """The signal that requests a stop, if any."""
-
-    signum: int = 0
-
-    def check(self, run_dir: object, world: World) -> None:
-        """Raises Interrupted, which names the folder of the run, on all processes of `world` if one got a signal.
-
-        All processes must call it together.
-        """
-        signum = world.max(self.signum)
-        if signum:
-            raise Interrupted(signum, run_dir)
-
-
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Records the first SIGINT or SIGTERM; the second one has its previous handler."""
-    request = StopRequest()
+def stop_on_signals(run_dir: object, world: World) -> Iterator[Callable[[], None]]:
+    """Records the first SIGINT or SIGTERM; the second one has its previous handler.
+
+    It yields what raises Interrupted, which names the folder of the run, on all processes of `world` if one got a
+    signal. All processes must call that together.
+    """
+    signals: list[int] = []
     previous: dict[int, Any] = {}
 
-    def ask(signum: int, frame: object) -> None:
-        request.signum = signum
+    def record(signum: int, frame: object) -> None:
+        signals.append(signum)
         restore()
 
     def restore() -> None:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
+    def check() -> None:
+        if signum := world.max(max(signals, default=0)):
+            raise Interrupted(signum, run_dir)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, ask)
+        previous[number] = signal.signal(number, record)
     try:
-        yield request
+        yield check
     finally:
         restore()
