@@ -26,8 +26,7 @@ from jfi.follow.state import LogState, open_state
 from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.training import ConfigError
 from jfi.training.config import Config
-from jfi.training.distributed.processes import World, join_world
-from jfi.training.run.interrupt import Interrupted, stop_on_signals
+from jfi.training.distributed.processes import Interrupted, World, join_world, stop_on_signals
 from jfi.training.run.recorder import LineFile
 from jfi.training.run.run_data import check_tables, learnt_files, load_schema, own_policy
 from jfi.training.run.run_folder import RunFolder, writing_run

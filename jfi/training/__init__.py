@@ -15,8 +15,8 @@ from jfi.training.config import (
 )
 
 if TYPE_CHECKING:
+    from jfi.training.distributed.processes import Interrupted
     from jfi.training.metrics.label_metrics import Result
-    from jfi.training.run.interrupt import Interrupted
     from jfi.training.start import resume, train
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 
 #: Imported on first use, since they need torch: a command refuses wrong settings without it.
 _LAZY = {
-    "Interrupted": "jfi.training.run.interrupt",
+    "Interrupted": "jfi.training.distributed.processes",
     "Result": "jfi.training.metrics.label_metrics",
     "resume": "jfi.training.start",
     "train": "jfi.training.start",

@@ -17,7 +17,7 @@ from jfi.training.loop.captured_steps import check_graphs
 from jfi.training.loop.trainer import Trainer
 from jfi.training.metrics.label_metrics import Result
 from jfi.training.metrics.unknown_values import expected_shares
-from jfi.training.run.logger import Logger, check_packages
+from jfi.training.run.recorder import Logger, check_packages
 from jfi.training.run.run_data import DataChanged, describe_batches, learnt_files, load_data, load_shared, save_data
 from jfi.training.run.run_folder import RunFolder, check_new, check_writable, new_run_dir, writing_run
 from jfi.training.run.run_position import check_config, config_changes, last_progress
@@ -34,7 +34,7 @@ def train(config: Config, dataset: InteractionDataset | None = None, logger: Log
         config: the whole config.
         dataset: the dataset of `config.data`, if it is loaded already.
         logger: gets the config and the metrics, instead of the one that `training.logger` names: any object with
-            the three methods of `jfi.training.run.logger.Logger`, such as a logger of Lightning.
+            the three methods of `jfi.training.run.recorder.Logger`, such as a logger of Lightning.
 
     Raises:
         ConfigError, DataError: a fault in the config or the data; nothing has been written.

@@ -6,6 +6,7 @@ import re
 import signal
 import struct
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from jfi.data.prepared.stages.sort import MemoryLimitError, sort_batches
 from jfi.data.prepared.store import verify_dataset
 from jfi.training import Interrupted, resume, train
 from jfi.training.config_parser import parse_config
-from jfi.training.run.interrupt import StopRequest
+from jfi.training.distributed.processes import stop_on_signals
 from jfi.utils.files import read_sums, sha256_of, write_sums
 
 
@@ -274,11 +275,18 @@ def test_a_signal_saves_a_run_before_its_dataset_is_verified(folder, tmp_path, m
             signal.raise_signal(signal.SIGTERM)
         return checked(self, seconds)
 
+    @contextmanager
+    def stopping(*arguments: object):
+        with stop_on_signals(*arguments) as stop:
+            if at == "step":
+                signal.raise_signal(signal.SIGTERM)
+            yield stop
+
     monkeypatch.setattr(checksums, "open_checked", lambda path, sizes: Verification(path, list(sizes)))
     monkeypatch.setattr(store, "open_checked", checksums.open_checked)
     monkeypatch.setattr(checksums, "verify", verify)
     monkeypatch.setattr(Verification, "check", check)
-    monkeypatch.setattr(StopRequest, "signum", signal.SIGTERM if at == "step" else 0)
+    monkeypatch.setattr("jfi.training.loop.trainer.stop_on_signals", stopping)
     options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.batch_size=8"]
     config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}", "--training.epochs=1"])
     with pytest.raises(Interrupted):

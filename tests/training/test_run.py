@@ -38,10 +38,9 @@ from jfi.training.checkpoints.checkpoint import latest_checkpoint, load_checkpoi
 from jfi.training.checkpoints.tensor_files import TensorReader
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.defaults import with_bias
-from jfi.training.distributed.processes import World
+from jfi.training.distributed.processes import World, stop_on_signals
 from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import build_model, build_optimizer
-from jfi.training.run.interrupt import stop_on_signals
 from jfi.training.run.recorder import SPEED, read_metrics
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import config_changes

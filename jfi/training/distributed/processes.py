@@ -1,4 +1,4 @@
-"""The processes of a run: a single one, or those that torchrun launches.
+"""The processes of a run: a single one, or those that torchrun launches; and the signals that stop them.
 
 Each rank has one device and a part of every batch. Tensors are exchanged with NCCL, or with gloo on CPUs. Python
 objects and flags are always exchanged with gloo, which does not synchronize with the GPU.
@@ -8,11 +8,12 @@ import atexit
 import gc
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -213,3 +214,41 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("training.device: got 'cuda', but there is no GPU; set it to cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+class Interrupted(Exception):
+    """A signal stopped training; the state of a run has been saved."""
+
+    def __init__(self, signum: int, run_dir: object):
+        super().__init__(f"stopped by {signal.Signals(signum).name}; continue with --resume {run_dir}")
+        self.exit_code = 128 + signum
+
+
+@contextmanager
+def stop_on_signals(run_dir: object, world: World) -> Iterator[Callable[[], None]]:
+    """Records the first SIGINT or SIGTERM; the second one has its previous handler.
+
+    It yields what raises Interrupted, which names the folder of the run, on all processes of `world` if one got a
+    signal. All processes must call that together.
+    """
+    signals: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def record(signum: int, frame: object) -> None:
+        signals.append(signum)
+        restore()
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def check() -> None:
+        if signum := world.max(max(signals, default=0)):
+            raise Interrupted(signum, run_dir)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.signal(number, record)
+    try:
+        yield check
+    finally:
+        restore()

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from jfi.data import Batch
 from jfi.tables.id_counts import all_outside_ids
+from jfi.training.distributed.processes import Interrupted, stop_on_signals
 from jfi.training.loop.steps import Steps
 from jfi.training.metrics.calibration import describe, fit_calibration
 from jfi.training.metrics.label_metrics import Predictions, Result, normalized_entropy
 from jfi.training.metrics.ranking import rank_split
 from jfi.training.metrics.unknown_values import OutsideCounts
-from jfi.training.run.interrupt import Interrupted, stop_on_signals
-from jfi.training.run.logger import Logger, Tracker
-from jfi.training.run.recorder import Recorder, describe_earlier, read_metrics
+from jfi.training.run.recorder import Logger, Recorder, Tracker, describe_earlier, read_metrics
 from jfi.training.run.run_data import name_data
 from jfi.training.run.run_folder import RunFolder
 

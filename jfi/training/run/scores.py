@@ -29,7 +29,7 @@ from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError, TrainingConfig
 from jfi.training.metrics.calibration import Calibration, calibrate
 from jfi.training.metrics.label_metrics import Predictions
-from jfi.training.metrics.ranked_positives import RankedPositives
+from jfi.training.metrics.ranking import RankedPositives
 from jfi.training.metrics.unknown_values import UnknownShares
 from jfi.utils.display import Display
 from jfi.utils.files import naming, temporary_folder, writing_file
