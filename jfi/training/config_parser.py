@@ -28,11 +28,11 @@ from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import shorten
 from jfi.utils.files import is_storage_fault, write_file
 
-#: Version of the settings' meaning; a config of another one is refused. Version 4 has fewer settings than 3, which
-#: declares features by entries, and has `data.fractions` of the labelled rows and defaults that follow from the table.
+#: Version of the settings' meaning; a config of another one is refused. Version 5 has fewer settings than 4.
 VERSION = 5
 _TEXT = "tag:yaml.org,2002:str"
-_KINDS = {"null": types.NoneType, "bool": bool, "int": int, "float": float}
+#: By tag of YAML the type of its values; those of other tags are texts.
+_TYPES = {"null": types.NoneType, "bool": bool, "int": int, "float": float}
 #: The settings that may hold URLs.
 _WITH_URLS = tuple(f"data.{name}" for name in FILES)
 
@@ -206,7 +206,7 @@ def _override(tree: dict, option: str, value: str, hint: object, lines: _Lines) 
             why = getattr(error, "problem", error)
             raise ConfigError(shorten(f"{option}: got {value!r}, which is not YAML: {why}")) from None
     if isinstance(root, yaml.ScalarNode) and root.style not in ("'", '"'):
-        is_text = root.tag.rpartition(":")[2] not in _KINDS or root.value != value.strip()
+        is_text = root.tag.rpartition(":")[2] not in _TYPES or root.value != value.strip()
     else:  # a text may look like a block, as "::" does; a list in brackets is one where the setting takes lists
         takes_list = isinstance(root, yaml.SequenceNode) and root.flow_style and list in map(typing.get_origin, kinds)
         is_text = root is None or (isinstance(root, yaml.CollectionNode) and str in kinds and not takes_list)
@@ -317,7 +317,7 @@ def _plain(node: yaml.Node, hint: object) -> typing.Any:
         return [_plain(one, inner) for one in node.value]
     if isinstance(node, yaml.MappingNode):
         return {str(name.value): _plain(value, object) for name, value in node.value}
-    found = _KINDS.get(node.tag.rpartition(":")[2], str)
+    found = _TYPES.get(node.tag.rpartition(":")[2], str)
     if found is str and node.style is None and float in kinds:  # 1e-3, which YAML takes for a text
         with suppress(ValueError):
             if math.isfinite(number := float(node.value)) or str not in kinds:

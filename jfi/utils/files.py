@@ -369,9 +369,11 @@ def locking(path: Path, fault: Callable[[str], Exception], patience: float = 0.0
             if is_file:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
-        with suppress(OSError):
-            if is_file:
-                os.ftruncate(descriptor, 0)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if is_file:
+                    os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
