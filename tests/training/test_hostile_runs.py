@@ -212,7 +212,7 @@ def test_a_url_of_a_file_is_opened_only_if_the_command_line_names_it_too(made, r
         (f"train --resume {run} --data.users {made / 'users.csv'}", f"add --data.items {url}"),
         (f"train --config {run / 'config.yaml'}", f"add --data.users {url}"),
         (f"compare --config {run / 'config.yaml'}", f"add --data.users {url}"),
-        (f"policy --config {run / 'config.yaml'} --out {run.parent / 'new.json'}", f"add --data.users {url}"),
+        (f"policy --config {run / 'config.yaml'} --out {run.parent / 'new.json'}", f"add --data.interactions {url}"),
     ]
     for arguments, part in cases:
         with recording() as done:
