@@ -25,8 +25,8 @@ BUDGET = {
     "serving": 7672,
     "table1": 1135,
     "tables": 3117,
-    "training": 7026,
-    "utils": 1889,
+    "training": 6998,
+    "utils": 1885,
 }
 
 

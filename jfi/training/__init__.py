@@ -3,15 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from jfi.training.config import (
-    Config,
+from jfi.training.config import Config, TrainingConfig
+from jfi.training.model_config import (
     ConfigError,
     EncoderConfig,
     ModelConfig,
     OptimizerConfig,
     OptimizerGroup,
     ShardingConfig,
-    TrainingConfig,
 )
 
 if TYPE_CHECKING:

@@ -128,18 +128,14 @@ def _check_processes(world: World, config: Config, options: dict[str, object]) -
         check_graphs(config, world)
         return
 
-    started = world.gather((config, options))
-
-    def compare() -> None:
-        for rank, (other, own) in enumerate(started[1:], 1):
-            differ = [(name, options.get(name), own.get(name)) for name in options | own]
-            changes = [f"{name} was {was} and is {now}" for name, was, now in differ if was != now]
-            changes += [line for _, line in config_changes(dataclasses.asdict(config), other)]
-            if changes:
-                fault = f"process {rank} was started with other settings than process 0: {', '.join(changes)}"
-                raise ConfigError(fault)
-
-    world.on_first(compare)
+    (first, given), *others = world.on_all(lambda: (config, options))
+    for rank, (other, own) in enumerate(others, 1):
+        differ = [(name, given.get(name), own.get(name)) for name in given | own]
+        changes = [f"{name} was {was} and is {now}" for name, was, now in differ if was != now]
+        changes += [line for _, line in config_changes(dataclasses.asdict(first), other)]
+        if changes:
+            fault = f"process {rank} was started with other settings than process 0: {', '.join(changes)}"
+            raise ConfigError(fault)
     check_sharded(config, world)
     check_graphs(config, world)
 

@@ -14,8 +14,9 @@ from jfi.cli.options import OptionError, OptionParser, at_least_zero
 from jfi.data import DataConfig, FeatureConfig
 from jfi.data.config import LabelConfig
 from jfi.training import Config, ConfigError
-from jfi.training.config import ModelConfig, PretrainedConfig, TrainingConfig
+from jfi.training.config import ModelConfig, TrainingConfig
 from jfi.training.config_parser import load_config, parse_config, save_config
+from jfi.training.model_config import PretrainedConfig
 from jfi.utils.exit_codes import run_command
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,10 @@ from data_configs import data_config
 from jfi.data import DataConfig, DataError, FeatureConfig
 from jfi.data.config_checks import check_data_config
 from jfi.training import Config, ConfigError
-from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig
+from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, ShardingConfig
 from jfi.training.config import TrainingConfig as Training
 from jfi.training.config_parser import parse_config
+from jfi.training.model_config import OptimizerGroup
 
 ABOVE = math.nextafter(1.0, 2.0)
 BELOW = math.nextafter(1.0, 0.0)

@@ -14,8 +14,8 @@ from test_run import assert_same_run, killed_after, tiny
 import jfi.training.model.build_model
 from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, resume, train
-from jfi.training.config import PretrainedConfig
 from jfi.training.model.pretrained import read_pretrained
+from jfi.training.model_config import PretrainedConfig
 from jfi.training.run.saved_run import load_run
 
 LOG_EVERY = 4

@@ -115,20 +115,16 @@ def verify_checkpoint(path: Path, world: World = ALONE) -> None:
     Raises:
         DamagedCheckpointError: a file is missing or damaged.
     """
-    fault: Exception | None = None
-    try:
+
+    def check() -> None:
         sums = read_sums(path)
         for name in (INDEX, PROGRESS, *sorted(sums.keys() - {INDEX, PROGRESS}))[world.rank :: world.size]:
             check_sum(path, name, sums)
-    except (DamagedFileError, OSError) as error:
-        fault = error
-    faults = [fault for fault in world.gather(fault) if fault is not None]
 
-    def report() -> None:
-        for fault in faults:
-            raise DamagedCheckpointError(str(fault)) if isinstance(fault, DamagedFileError) else fault
-
-    world.on_first(report)
+    try:
+        world.on_all(check)
+    except DamagedFileError as fault:
+        raise DamagedCheckpointError(str(fault)) from None
 
 
 def load_checkpoint(path: Path, state: dict, world: World = ALONE) -> None:

@@ -68,29 +68,25 @@ class World:
             raise outcome[1]
         return outcome[0]
 
+    def on_all(self, act: Callable[[], T], acts: bool = True) -> list[T | None]:
+        """Calls `act` on the ranks that act; on every rank, returns all results or raises the first exception."""
+        outcomes = [_attempt(act) if acts else [None, None]]
+        if self.launched:
+            (own,), outcomes = outcomes, [None] * self.size
+            dist.all_gather_object(outcomes, own, group=self.control)
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]
+
     def on_each_host(self, act: Callable[[], T]) -> T:
         """Calls `act` on one process of each host, whose result all processes of the host return.
 
         What it raises on one host is raised on every process of all hosts.
         """
-        if not self.launched:
-            return act()
-        host, acts = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
-        own = (host, *_attempt(act)) if acts else (None, None, None)
-        outcomes: list = [None] * self.size
-        dist.all_gather_object(outcomes, own, group=self.control)
-        for _, _, error in outcomes:
-            if error is not None:
-                raise error
-        return next(result for where, result, _ in outcomes if where == host)
-
-    def gather(self, item: T) -> list[T]:
-        """Every rank's `item` on rank 0; an empty list on the others."""
-        if not self.launched:
-            return [item]
-        items = [None] * self.size if self.is_first else None
-        dist.gather_object(item, items, dst=0, group=self.control)
-        return items or []
+        host, rank = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", str(self.rank))
+        results = self.on_all(lambda: (host, act()), not self.launched or rank == "0")
+        return next(one[1] for one in results if one is not None and one[0] == host)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """The rows `[N, ...]` of all ranks, in their order, on rank 0; the own ones on the others. On the CPU."""

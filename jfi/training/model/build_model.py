@@ -34,7 +34,7 @@ from jfi.modules import (
     TimeBias,
     WeightBias,
 )
-from jfi.training.config import (
+from jfi.training.model_config import (
     ConfigError,
     EncoderConfig,
     ModelConfig,

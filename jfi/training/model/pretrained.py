@@ -15,9 +15,10 @@ from jfi.data.io.arrays import is_list
 from jfi.data.io.table import Table
 from jfi.data.schema.schema import as_array
 from jfi.semantic_ids.content import read_lists
-from jfi.training.config import ConfigError, PretrainedConfig
+from jfi.training.config import ConfigError
 from jfi.training.distributed.processes import World, shared_folder
 from jfi.training.model.build_model import shards_of
+from jfi.training.model_config import PretrainedConfig
 from jfi.utils.errors import InputError
 from jfi.utils.files import naming, reading_file
 
