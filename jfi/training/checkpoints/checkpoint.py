@@ -71,19 +71,20 @@ def save_checkpoint(folder: Path, name: str, state: dict, progress: dict, world:
         FloatingPointError: a tensor has a value that is not finite; nothing is written.
         OSError: the storage is full or refuses; nothing is written.
     """
+    final = folder / name
     with ExitStack() as stack:  # of the first process
 
         def begin() -> Path | None:
-            return None if (folder / name).exists() else stack.enter_context(writing_folder(folder / name))
+            return None if final.exists() else stack.enter_context(writing_folder(final))
 
         if (unfinished := world.on_first(begin)) is None:
             return
         writer = TensorWriter(unfinished)
-        with naming(unfinished), _plainly():
+        with naming(final), _plainly():
             dcp.save(state, storage_writer=writer, process_group=world.control, no_dist=not world.launched)
 
         def finish() -> None:
-            with naming(unfinished / PROGRESS):
+            with naming(final / PROGRESS):
                 (unfinished / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
             write_sums(unfinished, {**writer.sums, PROGRESS: sha256_of(unfinished / PROGRESS)})
             stack.close()

@@ -35,18 +35,13 @@ LESS_IS_BETTER = ("loss", "ne", "rmse", "mae")
 _AVERAGED = ("ne", "auc", "user_auc", "r2")
 
 
-def entropy(mean_label: float) -> float:
-    """Entropy in nats of a label that is 1 with probability `mean_label`."""
-    return -sum(p * math.log(p) for p in (mean_label, 1 - mean_label) if p > 0)
-
-
 def normalized_entropy(loss: float, mean_label: float) -> float:
-    """`loss` in nats over the entropy of the mean label; NaN if all labels are equal.
+    """`loss` over the entropy of the mean label, both in nats; NaN if all labels are equal.
 
     >>> round(normalized_entropy(math.log(2) / 2, 0.5), 6)
     0.5
     """
-    base = entropy(mean_label)
+    base = -sum(p * math.log(p) for p in (mean_label, 1 - mean_label) if p > 0)
     return loss / base if base > 0 else math.nan
 
 
