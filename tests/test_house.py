@@ -15,7 +15,7 @@ BUDGET = {
     "data": 8326,
     "distributed": 2185,
     "events": 2336,
-    "follow": 1618,
+    "follow": 1599,
     "history_policies": 1783,
     "kernels": 6762,
     "models": 874,

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from jfi.data import DataSchema, InteractionDataset
 from jfi.data.batches.assemble import Arrays
@@ -25,7 +24,6 @@ from jfi.follow.windows import Windows
 from jfi.training.config import Config
 from jfi.training.distributed.processes import World
 from jfi.training.loop.steps import Steps
-from jfi.training.metrics.label_metrics import Predictions
 from jfi.training.run.recorder import SPEED, LineFile
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.display import Display
@@ -166,17 +164,9 @@ class Follower(Steps):
         self.save(run, None)  # metrics.jsonl stays as it is
         state.commit()
 
-    @torch.no_grad()
     def _score(self, times: np.ndarray, check: Callable[[], None]) -> tuple[dict[str, float], list[dict]]:
         """The metrics of a part's samples before they are trained on, and those of windows that have ended."""
-        self.model.eval()
-        self.evaluated.eval()
-        predictions = Predictions()
-        with closing(self._outputs(SAMPLES, self.config.training.eval_batch_size, "score")) as outputs:
-            for output in outputs:
-                predictions.add(*output)
-                check()
-        predictions = predictions.on_cpu()
+        predictions = self._predict(SAMPLES, check)
         weights = [one.weight for one in self.config.data.targets()]
         metrics = predictions.metrics(self._labels, weights)
         (logits,), (labels,) = predictions.logits, predictions.labels
@@ -187,21 +177,12 @@ class Follower(Steps):
 
     def _train(self, check: Callable[[], None]) -> dict[str, float]:
         """One pass over a part's samples in the order of time; returns the mean loss of the steps."""
-        average = self.modules.get("average")
-        self.model.train()
-        with closing(self._outputs(SAMPLES, self.config.training.batch_size, "train")) as outputs:
-            for _ in outputs:
-                if average is not None:
-                    average.update()
-                self.progress.batch += 1
-                self.progress.step += 1
-                if self.growing is not None and self.growing.is_due(self.progress.step):
-                    self.admit()
+        with closing(self._steps(SAMPLES, "train")) as steps:
+            for _ in steps:
                 if self.hook is not None:
                     self.hook.after_step()
                 check()
-        if average is not None:
-            average.flush()
+        self._flush_average()
         loss, _, samples = self.window.tolist()
         self.window.zero_()
         self.check_finite(loss)

@@ -62,15 +62,15 @@ class World:
         """Calls `act` on rank 0; returns its result, or raises its exception, on every rank."""
         if not self.launched:
             return act()
-        outcome = _attempt(act) if self.is_first else [None, None]
+        outcome: list[Any] = _attempt(act) if self.is_first else [None, None]
         dist.broadcast_object_list(outcome, src=0, group=self.control)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
 
-    def on_all(self, act: Callable[[], T], acts: bool = True) -> list[T | None]:
-        """Calls `act` on the ranks that act; on every rank, returns all results or raises the first exception."""
-        outcomes = [_attempt(act) if acts else [None, None]]
+    def on_all(self, act: Callable[[], T], acts: bool = True) -> list[T]:
+        """Returns on every rank what `act` returns on those that act, None for others; or raises the first exception."""
+        outcomes: list[Any] = [_attempt(act) if acts else [None, None]]
         if self.launched:
             (own,), outcomes = outcomes, [None] * self.size
             dist.all_gather_object(outcomes, own, group=self.control)

@@ -20,7 +20,7 @@ from jfi.tables.id_counts import all_outside_ids
 from jfi.training.distributed.processes import Interrupted, stop_on_signals
 from jfi.training.loop.steps import Steps
 from jfi.training.metrics.calibration import describe, fit_calibration
-from jfi.training.metrics.label_metrics import Predictions, Result, normalized_entropy
+from jfi.training.metrics.label_metrics import Result, normalized_entropy
 from jfi.training.metrics.ranking import rank_split
 from jfi.training.metrics.unknown_values import OutsideCounts
 from jfi.training.run.recorder import Logger, Recorder, Tracker, describe_earlier, read_metrics
@@ -112,20 +112,12 @@ class Trainer(Steps):
         # The end of the run, as if all epochs to come had as many batches as this one: by user some have one fewer.
         self._num_steps = progress.step - progress.position + (training.epochs - progress.epoch) * order.num_batches
         end = progress.next_evaluation(training.eval_every, order.num_batches)
-        average = self.modules.get("average")
-        self.model.train()
         seconds, first = progress.train_seconds, order.samples_before(progress.position)
         started = logged = self.clock()
         logged_samples = done = first
         label = f"epoch {progress.epoch + 1}"
-        with closing(self._outputs("train", training.batch_size, label, progress.position, end)) as outputs:
-            for _ in outputs:
-                if average is not None:
-                    average.update()
-                progress.batch += 1
-                progress.step += 1
-                if self.growing is not None and self.growing.is_due(progress.step):
-                    self.admit()
+        with closing(self._steps("train", label, progress.position, end)) as steps:
+            for _ in steps:
                 if progress.step % self.config.sharding.average_every == 0 or progress.position == end:
                     self.groups.average(progress.step)
                 done = order.samples_before(progress.position)
@@ -142,8 +134,7 @@ class Trainer(Steps):
                     started, logged = saved, logged + saved - started
                 check()
         self.admit()
-        if average is not None:
-            average.flush()
+        self._flush_average()
         self._speed = (done - first) / max(progress.train_seconds - seconds, 1e-9)
         return progress.epochs_at(end, order.num_batches)
 
@@ -188,18 +179,6 @@ class Trainer(Steps):
                     yield logits
 
         return metrics | rank_split(self.dataset, split, self.config, score, self.world, self._display), speed
-
-    @torch.no_grad()
-    def _predict(self, split: str, check: Callable[[], None]) -> Predictions:
-        """The predictions of a split; of this process's part of it in all but the first."""
-        self.model.eval()
-        self.evaluated.eval()
-        predictions = Predictions()
-        with closing(self._outputs(split, self.config.training.eval_batch_size, split)) as outputs:
-            for output in outputs:
-                predictions.add(*output)
-                check()
-        return predictions.on_cpu(self.world.gather_rows)
 
     def _end_evaluation(
         self,
