@@ -69,7 +69,7 @@ class World:
         return outcome[0]
 
     def on_all(self, act: Callable[[], T], acts: bool = True) -> list[T]:
-        """Returns on every rank what `act` returns on those that act, None for others; or raises the first exception."""
+        """Returns on every rank what `act` returns on those that act, else None; or raises the first exception."""
         outcomes: list[Any] = [_attempt(act) if acts else [None, None]]
         if self.launched:
             (own,), outcomes = outcomes, [None] * self.size

@@ -28,7 +28,6 @@ from torchmetrics.functional.classification import binary_auroc
 
 from jfi.data.schema.schema import LabelSpec
 
-METRICS = ("loss", "ne", "auc", "user_auc")
 #: Metrics of which less is better.
 LESS_IS_BETTER = ("loss", "ne", "rmse", "mae")
 #: Metrics of several labels that are averaged over them.
@@ -121,7 +120,7 @@ class Predictions:
         """Every metric over all predictions.
 
         Args:
-            labels: the L labels; one binary label by default, with the metrics `METRICS`.
+            labels: the L labels; one binary label by default.
             weights: of their losses.
         """
         outputs, targets = torch.cat(self.logits).double().cpu(), torch.cat(self.labels).double().cpu()

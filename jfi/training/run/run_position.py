@@ -325,10 +325,7 @@ def describe_changes(config: Config, progress: RunPosition, matters: Callable[[s
 
 
 def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of the dataclass `section` that differ from `old`, each with both values; but for paths of tables.
-
-    `old` may be of another version of jfi.
-    """
+    """The fields of the dataclass `section` that differ from `old`, each with both values; but for paths of tables."""
     for name in [item.name for item in dataclasses.fields(section) if item.name in old]:
         value, key = getattr(section, name), f"{prefix}{name}"
         if dataclasses.is_dataclass(value):
