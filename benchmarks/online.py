@@ -43,7 +43,7 @@ ROOT, DAY = Path(__file__).parents[1], 24
 
 def settings(rows: pa.Table | str, run: Path, capacity: int | None, seed: int = 0) -> Config:
     """The config of the example; 0 rows are those of the example, and None takes a vocabulary."""
-    config, _ = parse_config([f"--config={ROOT / 'configs/online.yaml'}"], "A log to follow.")
+    config, _ = parse_config([f"--config={ROOT / 'configs/online.yaml'}"])
     features = [one for one in config.data.features if capacity is not None or one.capacity is None]
     if capacity:
         features = [dataclasses.replace(one, capacity=capacity) if one.capacity else one for one in features]

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--fixed-ms", type=float, default=0, help="that exchanges add whatever they send")
     parser.add_argument("--sync-every", type=int, default=1000, help="steps between two averages of groups")
     options = parser.parse_args()
-    model = parse_config(["--config", options.config], "")[0].model
+    model = parse_config(["--config", options.config])[0].model
     shape = SequenceShape(options.events, options.width or model.embedding_dim, model.num_heads)
     shape = replace(shape, columns=1 + len([bias for bias in model.biases() if bias is not None]))
     work = options.other_ms, options.fixed_ms

@@ -18,6 +18,6 @@ def synthetic_config(name: str, arguments: list[str] | None = None, **table: flo
         arguments: settings, as on a command line.
         table: what differs in the arguments of what makes its table.
     """
-    config, _ = parse_config(["--config", str(CONFIGS / f"{name}.yaml"), *(arguments or [])], "")
+    config, _ = parse_config(["--config", str(CONFIGS / f"{name}.yaml"), *(arguments or [])])
     interactions, items = MAKERS[name](**table)
     return replace(config, data=replace(config.data, interactions=interactions, items=items))

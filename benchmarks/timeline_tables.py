@@ -84,7 +84,7 @@ def movielens_config(folder: Path, movielens: Path | None, table: SyntheticTable
 
     It has no statistics.
     """
-    config, _ = parse_config(["--config", str(MOVIELENS), "--data.statistics=[]"], "")
+    config, _ = parse_config(["--config", str(MOVIELENS), "--data.statistics=[]"])
     if movielens is not None:
         files = {"interactions": str(movielens / "ml-100k.inter"), "items": str(movielens / "ml-100k.item")}
         return replace(config, data=replace(config.data, **files))

@@ -9,6 +9,6 @@ import sys
 from jfi.training import train
 from jfi.training.config_parser import parse_config
 
-config, _ = parse_config(sys.argv[1:], "Train a DLRM with sequence features.")
+config, _ = parse_config(sys.argv[1:])
 result = train(config)
 print(f"best epoch {result.best_epoch} of {result.epochs}, test {result.test}; {result.run_dir}")

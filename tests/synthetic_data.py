@@ -42,7 +42,7 @@ def synthetic_data(kind: str = "taste", **settings: object) -> DataConfig:
     """
     make, name = KINDS[kind]
     arguments = {name: settings.pop(name) for name in inspect.signature(make).parameters if name in settings}
-    data = parse_config(["--config", str(CONFIGS / f"{name}.yaml")], "")[0].data
+    data = parse_config(["--config", str(CONFIGS / f"{name}.yaml")])[0].data
     return replace(data, **files(tables(kind, **arguments)) | {"max_history": DataConfig.max_history} | settings)
 
 

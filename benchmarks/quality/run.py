@@ -59,7 +59,7 @@ class Task:
         overrides = {name: str(self.data / value) if name in files else value for name, value in overrides.items()}
         text = {name: value if isinstance(value, str) else json.dumps(value) for name, value in overrides.items()}
         more = [f"--{name}={value}" for name, value in text.items()]
-        return parse_config([*self.table.arguments(self.fold, self.data), *more], "")[0]
+        return parse_config([*self.table.arguments(self.fold, self.data), *more])[0]
 
     def dataset(self, config: Config) -> InteractionDataset:
         """The dataset of the section `data`, read once."""

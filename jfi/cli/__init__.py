@@ -53,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin_command()  # before torch is imported
     if name != "serve":  # whose log has times; otherwise a package chooses the format, with names of modules
         logging.basicConfig(format="%(levelname)s: %(message)s")
-    main = _module(name).main
-    return run_command(lambda: main(*given))
+    return run_command(lambda: _module(name).main(*given), lambda: _module(name))
 
 
 def run(arguments: Sequence[str]) -> int | None:

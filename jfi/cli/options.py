@@ -61,16 +61,6 @@ The first run fits a codec, writes it to the folder sids.codec next to the IDs, 
 are. The same command on a grown catalogue adds the items that are new; no ID that was written changes. An item without
 content gets the ID -1, and an ID of its own once the table has content of it.
 """
-_POLICY = r"""Fits a policy of which events of a history are worth computing to a log with dwell times, and shows it.
-
-jfi policy --interactions log.parquet --user user --time timestamp --surface tab --dwell seconds \
-    --conversion purchase --remove 0.3 --out policy.json
-jfi policy --config dwell.yaml --conversion converted --remove 0.5 --out policy.json
-
-Writes the policy as JSON, and a picture of relevance by surface and dwell for each segment of users next to it. Fit it
-to the training span alone: --until leaves out what comes later. With the config of a run, which names the columns
-(data.dwell, data.surface, data.session), the events are those of its training rows, and conversions its label.
-"""
 _CONFIG = """Lists the bundled configs, or copies one to start from.
 
 jfi config list
@@ -161,7 +151,7 @@ def _parser(command: str, description: str) -> OptionParser:
 
 
 def _tables(parser: OptionParser, source: str) -> None:
-    """Adds options for tables of a config or a run: their URLs are opened only if the command line names them too."""
+    """Adds options for tables of a run: their URLs are opened only if the command line names them too."""
     shown = f"{source} whose data.interactions is a URL: that URL again; so too --data.items and other tables"
     for name in ("interactions", "users", "items", "validation", "test"):
         text = shown if name == "interactions" else argparse.SUPPRESS
@@ -320,37 +310,6 @@ def semantic_ids() -> OptionParser:
     return parser
 
 
-def policy() -> OptionParser:
-    """Returns the options of `jfi policy`."""
-    parser = _parser("policy", _POLICY)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--interactions", help="table of the events: a file, a folder or a glob")
-    source.add_argument("--config", metavar="FILE", help="config of a run; takes --conversion, not the other columns")
-    _tables(parser, "a config")
-    parser.add_argument("--user", default="user", metavar="COLUMN", help="column of the user")
-    parser.add_argument("--time", default="timestamp", metavar="COLUMN", help="column of the time")
-    units = {"choices": ["s", "ms"], "default": "s"}
-    parser.add_argument("--time-unit", **units, help="of times that are numbers")
-    parser.add_argument("--surface", metavar="COLUMN", help="column of where an event happened (default: one surface)")
-    parser.add_argument("--dwell", metavar="COLUMN", help="column of how long the user stayed")
-    parser.add_argument("--dwell-unit", **units, help="of the dwell")
-    parser.add_argument("--session", metavar="COLUMN", help="column of the session (default: by pauses of 30 minutes)")
-    help_rule = "column of 0 and 1, or a rule such as 'is_like == 1 or is_forward == 1' (default: the config's label)"
-    parser.add_argument("--conversion", metavar="RULE", help=help_rule)
-    parser.add_argument("--until", type=float, metavar="SECONDS", help="leave out events from this time on")
-    parser.add_argument("--segments", type=_segments, default=2, help="1 to 8, or auto by silhouette")
-    help_remove = "largest share of events to remove, such as 0.3 or passive=0.5,active=0.2"
-    parser.add_argument("--remove", type=_by_segment(float), default=0.0, metavar="SHARE", help=help_remove)
-    parser.add_argument("--threshold", type=float, metavar="LOG-ODDS", help="remove smaller ones, not by --remove")
-    parser.add_argument("--boost", type=lambda text: text.split(","), default=[], help="segments to weight, by name")
-    parser.add_argument("--caps", type=_by_segment(int), metavar="EVENTS", help="longest history, such as active=500")
-    parser.add_argument("--newest", type=int, default=10, help="events of a history that always stay")
-    parser.add_argument("--bins", type=at_least_one, default=10, help="bins of dwell on each surface")
-    parser.add_argument("--seed", type=int, default=0, help="of k-means")
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file of the policy")
-    return parser
-
-
 def config() -> OptionParser:
     """Returns the options of `jfi config`."""
     parser = _parser("config", _CONFIG)
@@ -368,7 +327,6 @@ PARSERS: dict[str, Callable[[], OptionParser]] = {
     "serve": serve,
     "state": state,
     "semantic-ids": semantic_ids,
-    "policy": policy,
     "config": config,
 }
 
@@ -378,23 +336,3 @@ def _names(text: str) -> list[str]:
     if not all(found) or len({*found}) < len(found):
         raise argparse.ArgumentTypeError(f"got {text!r}, must be different names with commas between them")
     return found
-
-
-def _segments(text: str) -> int | None:
-    return None if text == "auto" else at_least_one(text)
-
-
-def _by_segment(kind: type) -> Callable[[str], object]:
-    """A type of options: a number for all segments, or `name=number` with commas between them."""
-
-    def parse(text: str) -> object:
-        try:
-            if "=" not in text:
-                return kind(text)
-            parts = [part.split("=") for part in text.split(",")]
-            return {name.strip(): kind(number) for name, number in parts}
-        except ValueError:
-            what = "must be a number for all segments, or such as passive=0.5,active=0.2"
-            raise argparse.ArgumentTypeError(f"got {text!r}, {what}") from None
-
-    return parse

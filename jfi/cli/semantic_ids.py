@@ -16,7 +16,7 @@ from jfi.training import ConfigError
 from jfi.training.run.scores import check_place, check_results
 from jfi.utils.display import Display
 from jfi.utils.exit_codes import raise_on_sigterm
-from jfi.utils.files import locking_folder
+from jfi.utils.files import locking
 
 #: Of scikit-learn.
 MOST_SEED = 2**32 - 1
@@ -74,9 +74,8 @@ def main(options: argparse.Namespace) -> None:
         raise ConfigError(f"--out {options.out}: is in the folder {options.items} of --items, which would read it next")
     check_results({"--out": options.out}, {"--items": options.items})
     new_codec(options)  # refuses wrong options before the table is read
-    with raise_on_sigterm(), locking_folder(options.out.parent) as alone:
-        if not alone:
-            raise ConfigError(f"--out {options.out}: another process is writing in its folder")
+    what = "is writing in its folder"
+    with raise_on_sigterm(), locking(options.out.parent, lambda by: ConfigError(f"--out {options.out}: {by} {what}")):
         run(options)
 
 

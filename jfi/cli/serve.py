@@ -19,6 +19,7 @@ from typing import BinaryIO
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.user_state.stores import Store, open_store
+from jfi.utils.errors import InputError
 from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import reading_file
 
@@ -103,7 +104,7 @@ def most_connections(wanted: int) -> int:
     return min(wanted, max(soft - own, soft // 4))
 
 
-def serve(options: argparse.Namespace, limits: dict) -> int:
+def serve(options: argparse.Namespace, limits: dict) -> None:
     from aiohttp import web
     from prometheus_client import disable_created_metrics
 
@@ -150,23 +151,18 @@ def serve(options: argparse.Namespace, limits: dict) -> int:
         asyncio.run(run_until_signal())
     except (OSError, OverflowError) as error:  # OverflowError: the port is out of range
         reason = getattr(error, "strerror", None) or error
-        print(f"error: {options.host}:{options.port}: {reason}", file=sys.stderr)
-        return 2
-    return 0
+        raise InputError(f"{options.host}:{options.port}: {reason}") from None
 
 
-def main(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> None:
     """Serves until SIGTERM or Ctrl-C."""
     needed = ("orjson",) if options.jsonl else ("orjson", "aiohttp", "prometheus_client")
     if absent := [name for name in needed if find_spec(name) is None]:
-        print(f"error: jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'", file=sys.stderr)
-        return 2
+        raise InputError(f"jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'")
     if options.jsonl and options.follow is not None:
-        print("error: --jsonl takes --artifact; --follow needs the HTTP server", file=sys.stderr)
-        return 2
+        raise InputError("--jsonl takes --artifact; --follow needs the HTTP server")
     if options.at is not None and options.follow is None:
-        print("error: --at is a version of --follow FOLDER", file=sys.stderr)
-        return 2
+        raise InputError("--at is a version of --follow FOLDER")
     limits = {
         "max_batch": options.max_batch,
         "max_wait": options.max_wait_ms / 1e3,
@@ -176,7 +172,4 @@ def main(options: argparse.Namespace) -> int:
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.
     gc.set_threshold(100_000)
     with raise_on_sigterm():
-        if not options.jsonl:
-            return serve(options, limits)
-        answer_stdin(options, limits)
-        return 0
+        (answer_stdin if options.jsonl else serve)(options, limits)

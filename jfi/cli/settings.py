@@ -1,10 +1,10 @@
 """The options of the commands that take all settings of a config, and their help."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jfi.cli.options import MEMORY, OptionParser
+from jfi.cli.options import MEMORY, OptionParser, at_least_one
 from jfi.training.config import Config
 from jfi.training.config_parser import describe_settings, parse_config
 from jfi.utils.exit_codes import EXIT_CODES
@@ -21,6 +21,8 @@ _MODEL += ["optimizer.dense.learning_rate", "optimizer.embeddings.learning_rate"
 _MODEL += [f"training.{name}" for name in ("run_dir", "epochs", "batch_size", "device")]
 #: By command the settings of its short help.
 _SHOWN = {"train": [*_DATA, *_MODEL], "prepare": _DATA, "compare": [*_DATA, *_MODEL]}
+_LOG = ("interactions", "user", "item", "timestamp", "timestamp_unit", "label", "dwell", "dwell_unit", "surface")
+_SHOWN["policy"] = [f"data.{name}" for name in (*_LOG, "session", "split", "fractions", "max_history")]
 
 _TRAIN = """Trains a model on a table of interactions, or resumes a run.
 
@@ -42,15 +44,25 @@ _COMPARE = """Trains without histories and with each pooling of them, and baseli
 jfi compare --config quickstart.yaml --seeds 0 1 2
 jfi compare --data.interactions clicks.csv --data.label clicked --models baselines
 """
+_POLICY = r"""Fits a policy of which events of a history are worth computing to a log with dwell times, and shows it.
+
+jfi policy --data.interactions log.parquet --data.surface tab --data.dwell seconds --conversion purchase \
+    --remove 0.3 --out policy.json
+jfi policy --config dwell.yaml --conversion converted --remove 0.5 --out policy.json
+
+Writes the policy as JSON, and a picture of relevance by surface and dwell for each segment of users next to it. The
+events are those of the training rows, and need data.dwell or data.surface.
+"""
 
 
 def parser(command: str) -> OptionParser:
-    """Returns the options of `train`, `prepare` or `compare` that are no settings."""
+    """Returns the options of `train`, `prepare`, `compare` or `policy` that are no settings."""
     usage = f"jfi {command} [--config FILE] [--SECTION.SETTING VALUE ...] [OPTIONS]"
-    description = {"train": _TRAIN, "prepare": _PREPARE, "compare": _COMPARE}[command]
+    description = {"train": _TRAIN, "prepare": _PREPARE, "compare": _COMPARE, "policy": _POLICY}[command]
     own = OptionParser(prog=f"jfi {command}", usage=usage, description=description)
-    {"train": _add_train, "prepare": _add_prepare, "compare": _add_compare}[command](own)
-    own.add_argument("--memory", **MEMORY)
+    {"train": _add_train, "prepare": _add_prepare, "compare": _add_compare, "policy": _add_policy}[command](own)
+    if command != "policy":
+        own.add_argument("--memory", **MEMORY)
     return own
 
 
@@ -104,3 +116,33 @@ def _add_compare(parser: OptionParser) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="train each once per seed")
     models = "baselines, whose features need memory, and models by their pooling of histories, none for no histories"
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help=models)
+
+
+def _add_policy(parser: OptionParser) -> None:
+    rule = "column of 0 and 1, or a rule such as 'is_like == 1 or is_forward == 1' (default: the label)"
+    parser.add_argument("--conversion", metavar="RULE", help=rule)
+    segments = {"type": lambda text: None if text == "auto" else at_least_one(text)}
+    parser.add_argument("--segments", **segments, default=2, help="1 to 8, or auto by silhouette")
+    remove = "largest share of events to remove, such as 0.3 or passive=0.5,active=0.2"
+    parser.add_argument("--remove", type=_by_segment(float), default=0.0, metavar="SHARE", help=remove)
+    parser.add_argument("--boost", type=lambda text: text.split(","), default=[], help="segments to weight, by name")
+    parser.add_argument("--caps", type=_by_segment(int), metavar="EVENTS", help="longest history, such as active=500")
+    parser.add_argument("--newest", type=int, default=10, help="events of a history that always stay")
+    parser.add_argument("--seed", type=int, default=0, help="of k-means")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON file of the policy")
+
+
+def _by_segment(kind: type) -> Callable[[str], object]:
+    """A type of options: a number for all segments, or `name=number` with commas between them."""
+
+    def parse(text: str) -> object:
+        try:
+            if "=" not in text:
+                return kind(text)
+            parts = [part.split("=") for part in text.split(",")]
+            return {name.strip(): kind(number) for name, number in parts}
+        except ValueError:
+            what = "must be a number for all segments, or such as passive=0.5,active=0.2"
+            raise argparse.ArgumentTypeError(f"got {text!r}, {what}") from None
+
+    return parse

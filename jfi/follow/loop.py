@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 
 from jfi.data import DataSchema, InteractionDataset
 from jfi.data.batches.batch import Arrays
@@ -25,8 +24,6 @@ from jfi.follow.windows import Windows
 from jfi.training.config import Config
 from jfi.training.distributed.processes import World
 from jfi.training.loop.steps import Steps
-from jfi.training.metrics.label_metrics import Predictions
-from jfi.training.run.interrupt import StopRequest
 from jfi.training.run.recorder import SPEED, LineFile
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.display import Display
@@ -103,8 +100,6 @@ class Follower(Steps):
         #: Gets the lines of metrics.
         self.lines: LineFile | None = None
         self.hook: Hook | None = None
-        #: What continues the run, after --resume.
-        self.resume: object = ""
         #: Whether the parameters and the state are those of the middle of a part.
         self.is_within_part = False
 
@@ -113,7 +108,7 @@ class Follower(Steps):
         """The place of the last part; None before the first one."""
         return msgspec.convert(self.progress.follow, LogPlace) if self.progress.follow else None
 
-    def run_part(self, part: Part, state: LogState, run: RunFolder, stop: StopRequest) -> dict:
+    def run_part(self, part: Part, state: LogState, check: Callable[[], None]) -> dict:
         """Scores a part, trains on it, and ends it in the state, which `checkpoint` writes.
 
         Returns:
@@ -132,8 +127,8 @@ class Follower(Steps):
             metrics, closed = {}, []
             if rows.dataset is not None:
                 self.dataset = rows.dataset
-                metrics, closed = self._score(rows.times(), run, stop)
-                metrics |= self._train(run, stop)
+                metrics, closed = self._score(rows.times(), check)
+                metrics |= self._train(check)
                 self.dataset = _empty(self.dataset.schema)
         state.end_part(part.name, rows.newest)
         counts = rows.counts
@@ -169,17 +164,9 @@ class Follower(Steps):
         self.save(run, None)  # metrics.jsonl stays as it is
         state.commit()
 
-    @torch.no_grad()
-    def _score(self, times: np.ndarray, run: RunFolder, stop: StopRequest) -> tuple[dict[str, float], list[dict]]:
+    def _score(self, times: np.ndarray, check: Callable[[], None]) -> tuple[dict[str, float], list[dict]]:
         """The metrics of a part's samples before they are trained on, and those of windows that have ended."""
-        self.model.eval()
-        self.evaluated.eval()
-        predictions = Predictions()
-        with closing(self._outputs(SAMPLES, self.config.training.eval_batch_size, "score")) as outputs:
-            for output in outputs:
-                predictions.add(*output)
-                stop.check(self.resume, self.world)
-        predictions = predictions.on_cpu()
+        predictions = self._predict(SAMPLES, check)
         weights = [one.weight for one in self.config.data.targets()]
         metrics = predictions.metrics(self._labels, weights)
         (logits,), (labels,) = predictions.logits, predictions.labels
@@ -188,23 +175,14 @@ class Follower(Steps):
         so_far = self.windows.metrics("all")
         return metrics | {f"all_{name}": one for name, one in so_far.items() if isinstance(one, float)}, closed
 
-    def _train(self, run: RunFolder, stop: StopRequest) -> dict[str, float]:
+    def _train(self, check: Callable[[], None]) -> dict[str, float]:
         """One pass over a part's samples in the order of time; returns the mean loss of the steps."""
-        average = self.modules.get("average")
-        self.model.train()
-        with closing(self._outputs(SAMPLES, self.config.training.batch_size, "train")) as outputs:
-            for _ in outputs:
-                if average is not None:
-                    average.update()
-                self.progress.batch += 1
-                self.progress.step += 1
-                if self.growing is not None and self.growing.is_due(self.progress.step):
-                    self.admit()
+        with closing(self._steps(SAMPLES, "train")) as steps:
+            for _ in steps:
                 if self.hook is not None:
                     self.hook.after_step()
-                stop.check(self.resume, self.world)
-        if average is not None:
-            average.flush()
+                check()
+        self._flush_average()
         loss, _, samples = self.window.tolist()
         self.window.zero_()
         self.check_finite(loss)

@@ -25,8 +25,7 @@ from jfi.follow.state import LogState, open_state
 from jfi.serving.user_state.stores import StoreUnavailableError
 from jfi.training import ConfigError
 from jfi.training.config import Config
-from jfi.training.distributed.processes import World, join_world
-from jfi.training.run.interrupt import Interrupted, StopRequest, stop_on_signals
+from jfi.training.distributed.processes import Interrupted, World, join_world, stop_on_signals
 from jfi.training.run.recorder import LineFile
 from jfi.training.run.run_data import check_tables, learnt_files, load_schema, own_policy
 from jfi.training.run.run_folder import RunFolder, writing_run
@@ -164,7 +163,8 @@ class _Following:
         self.refused_to: Path | None = None
         self._refused = 0
         self.trainer = Follower(config, schema, world, self._reading, clock)
-        self.trainer.resume = f"{run.path} --follow {parts.folder}" if isinstance(parts, PartFolder) else run.path
+        #: What continues the run, after --resume.
+        self._resume: object = f"{run.path} --follow {parts.folder}" if isinstance(parts, PartFolder) else run.path
 
     def go(self, until_idle: bool, hook: Callable[[Follower], Hook] | None) -> int:
         """Follows the log, and returns the number of parts that were trained on."""
@@ -196,15 +196,15 @@ class _Following:
         trainer, place = self.trainer, self.trainer.place
         with (
             closing(LineFile(self._log, place.log_length if place else 0)) as trainer.lines,
-            stop_on_signals() as stop,
+            stop_on_signals(self._resume, trainer.world) as check,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            self._catch_up(state, trained, stop)
+            self._catch_up(state, trained, check)
             trained.clear()  # it is as long as the log
             try:
-                while (is_trained := self._go_on(state, stop)) or not until_idle:
+                while (is_trained := self._go_on(state, check)) or not until_idle:
                     if not is_trained:
-                        self._wait(stop)
+                        self._wait(check)
             except (InputError, Interrupted):
                 # In the middle of a part the run goes back to its last checkpoint; a part's fault has changed nothing.
                 if not trainer.is_within_part:
@@ -215,14 +215,14 @@ class _Following:
             finally:
                 self._draw()
 
-    def _go_on(self, state: LogState, stop: StopRequest) -> bool:
+    def _go_on(self, state: LogState, check: Callable[[], None]) -> bool:
         """Trains on the next part; returns whether there was one."""
         trainer = self.trainer
-        stop.check(trainer.resume, trainer.world)
+        check()
         try:
             name = self._parts.next(trainer.place.part if trainer.place else "")
             if name is not None:
-                print(_describe(trainer.run_part(self._parts.part(name), state, self.run, stop)), flush=True)
+                print(_describe(trainer.run_part(self._parts.part(name), state, check)), flush=True)
         except RefusedPart as fault:
             if self.refused_to is None:
                 raise
@@ -263,15 +263,15 @@ class _Following:
         draw_windows(self._log, windows, self._folder / "metrics.png")
         self._drawn = self._clock()
 
-    def _wait(self, stop: StopRequest) -> None:
+    def _wait(self, check: Callable[[], None]) -> None:
         end = time.monotonic() + _POLL
         while time.monotonic() < end:
-            stop.check(self.trainer.resume, self.trainer.world)
+            check()
             if self.trainer.hook is not None:
                 self.trainer.hook.while_waiting()
             time.sleep(_TICK)
 
-    def _catch_up(self, state: LogState, trained: list[dict], stop: StopRequest) -> None:
+    def _catch_up(self, state: LogState, trained: list[dict], check: Callable[[], None]) -> None:
         """Adds to the state the parts that the checkpoint has and the state lacks, without training on them."""
         last, at = trained[-1]["part"] if trained else "", state.place.part
         if at == last:
@@ -282,7 +282,7 @@ class _Following:
         for line in trained:
             if line["part"] <= at:
                 continue
-            stop.check(self.trainer.resume, self.trainer.world)
+            check()
             part = self._parts.part(line["part"])
             if part.sha256 != line["sha256"]:
                 raise ConfigError(f"{part.path}: was changed after it was trained on; restore it")

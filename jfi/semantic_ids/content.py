@@ -67,7 +67,7 @@ class Content:
         for name in self.texts:
             self.by_text[name] = _learn_text(table, name, self.width, self.seed)
         for name in self.embeddings:
-            self.widths[name] = _lists(table, name, None).shape[1]
+            self.widths[name] = read_lists(table, name).shape[1]
         for name in self.categorical:
             counts = table.strings(name).drop_null().value_counts()
             # A value of one item says nothing of another.
@@ -84,7 +84,7 @@ class Content:
             DataError: as in `learn`, or a list has another width than there.
         """
         texts = [_embed(_texts(table, name), self.by_text[name]) for name in self.texts]
-        return texts + [torch.from_numpy(_lists(table, name, self.widths[name])) for name in self.embeddings]
+        return texts + [torch.from_numpy(read_lists(table, name, self.widths[name])) for name in self.embeddings]
 
     def labels(self, table: SourceRows) -> dict[str, Tensor]:
         """The labels, `[N]` int64 each; -1 where a value is missing, or `learn` has not found it twice."""
@@ -175,7 +175,7 @@ def _embed(texts: Sequence[str], embedding: TextEmbedding) -> Tensor:
     return torch.from_numpy(np.divide(rows, lengths, out=np.full_like(rows, np.nan), where=lengths > 0))
 
 
-def _lists(table: SourceRows, name: str, width: int | None) -> np.ndarray:
+def read_lists(table: SourceRows, name: str, width: int | None = None) -> np.ndarray:
     """`[N, width]` float32 of a column of lists, NaN where a list is missing or empty; without a width the first's."""
     column = table.column(name)
     if not is_list(column.type):

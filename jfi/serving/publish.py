@@ -11,6 +11,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ from jfi.serving.published import (
 from jfi.serving.schema import Limits, Schema
 from jfi.serving.tables import FLOAT, write_tensors
 from jfi.tables.changed_rows import ChangedRows
+from jfi.utils import files
 from jfi.utils.files import SUMS, read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
 from jfi.utils.json_files import read_json
-from jfi.utils.writer_lock import LockedError, acquire, release
 
 _log = logging.getLogger(__name__)
 _FUSED = FusedEmbeddingCollection | FusedEmbeddingBagCollection
@@ -122,13 +123,11 @@ class Publisher:
         self._last: Version | None = None
         self._base: Version | None = None
         self._deltas = self._delta_bytes = 0
-        try:
-            held = acquire(folder)
-        except LockedError as holder:
-            what = f"{folder}: {holder} publishes to this folder; each run needs one of its own"
-            raise LockedFolderError(what) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        held, what = ExitStack(), "publishes to this folder; each run needs one of its own"
+        held.enter_context(files.locking(folder / files.LOCK, lambda by: LockedFolderError(f"{folder}: {by} {what}")))
         #: Releases the lock.
-        self.close = weakref.finalize(self, release, held)
+        self.close = weakref.finalize(self, held.close)
 
     def publish(self, place: object = None, whole: bool = False) -> int:
         """Writes a version, complete or not at all; returns its number.

@@ -3,20 +3,19 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from jfi.training.config import (
-    Config,
+from jfi.training.config import Config, TrainingConfig
+from jfi.training.model_config import (
     ConfigError,
     EncoderConfig,
     ModelConfig,
     OptimizerConfig,
     OptimizerGroup,
     ShardingConfig,
-    TrainingConfig,
 )
 
 if TYPE_CHECKING:
+    from jfi.training.distributed.processes import Interrupted
     from jfi.training.metrics.label_metrics import Result
-    from jfi.training.run.interrupt import Interrupted
     from jfi.training.start import resume, train
 
 __all__ = [
@@ -36,7 +35,7 @@ __all__ = [
 
 #: Imported on first use, since they need torch: a command refuses wrong settings without it.
 _LAZY = {
-    "Interrupted": "jfi.training.run.interrupt",
+    "Interrupted": "jfi.training.distributed.processes",
     "Result": "jfi.training.metrics.label_metrics",
     "resume": "jfi.training.start",
     "train": "jfi.training.start",

@@ -15,24 +15,10 @@ from jfi.training.model_config import (
     EncoderConfig,
     ModelConfig,
     OptimizerConfig,
-    OptimizerGroup,
-    PretrainedConfig,
     ShardingConfig,
     event_width,
     require,
 )
-
-__all__ = [
-    "Config",
-    "ConfigError",
-    "EncoderConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "OptimizerGroup",
-    "PretrainedConfig",
-    "ShardingConfig",
-    "TrainingConfig",
-]
 
 #: What may select the best epoch, by task; the first one does so by default.
 MONITORS: dict[str, tuple[str, ...]] = {"binary": ("auc", "ne", "user_auc"), "regression": ("r2", "rmse", "mae")}

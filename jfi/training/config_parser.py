@@ -25,20 +25,20 @@ from jfi.data.setting_types import describe, fields
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_yaml import read_yaml
 from jfi.utils.errors import suggest
-from jfi.utils.exit_codes import EXIT_CODES, shorten
+from jfi.utils.exit_codes import shorten
 from jfi.utils.files import is_storage_fault, write_file
 
-#: Version of the settings' meaning; a config of another one is refused. Version 4 has fewer settings than 3, which
-#: declares features by entries, and has `data.fractions` of the labelled rows and defaults that follow from the table.
+#: Version of the settings' meaning; a config of another one is refused. Version 5 has fewer settings than 4.
 VERSION = 5
 _TEXT = "tag:yaml.org,2002:str"
-_KINDS = {"null": types.NoneType, "bool": bool, "int": int, "float": float}
+#: By tag of YAML the type of its values; those of other tags are texts.
+_TYPES = {"null": types.NoneType, "bool": bool, "int": int, "float": float}
 #: The settings that may hold URLs.
 _WITH_URLS = tuple(f"data.{name}" for name in FILES)
 
 
 def parse_config(
-    arguments: Sequence[str], description: str = "", parser: argparse.ArgumentParser | None = None
+    arguments: Sequence[str], parser: argparse.ArgumentParser | None = None
 ) -> tuple[Config, argparse.Namespace]:
     """The config from `--config FILE` and overrides such as `--model.pooling mean`, and a command's own options.
 
@@ -46,7 +46,6 @@ def parse_config(
 
     Args:
         arguments: the command line without the program's name.
-        description: one line for `--help`, which prints all settings and exits where there is no `parser`.
         parser: of the command's own options.
 
     Returns:
@@ -59,11 +58,6 @@ def parse_config(
         >>> parse_config(["--model.num_heads", "8", "--encoder.dropout=.1"])[0].model.num_heads
         8
     """
-    if parser is None and not {"-h", "--help"}.isdisjoint(arguments):
-        print(
-            "\n\n".join((description, "--config FILE: a YAML file with any setting", describe_settings(), EXIT_CODES))
-        )
-        raise SystemExit(0)
     others = [] if parser is None else [option for one in parser._actions for option in one.option_strings]
     # Settings are taken out first: argparse takes --data.label='a == 1' for a value of --seeds, since it has a space.
     left, settings, rest = [*arguments], [], []
@@ -74,26 +68,24 @@ def parse_config(
         if is_setting and "=" not in one and left and not left[0].startswith("--"):
             settings.append(left.pop(0))
     own, unknown = (argparse.Namespace(), rest) if parser is None else parser.parse_known_args(rest)
-    given, tree, places = [*_options([*settings, *unknown], others)], {}, _Places()
+    given, tree, lines = [*_options([*settings, *unknown], others)], Config().as_dict(), _Lines()
     for option, value, _ in given:
         if option == "--config":
-            _read_file(tree, value, places)
+            _read_file(tree, value, lines)
     for option, value, hint in given:
         if option != "--config":
-            _override(tree, option, value, hint, places)
-    default = Config()
-    if (prepared := tree.get("data", {}).get("prepared")) is not None:
+            _override(tree, option, value, hint, lines)
+    if tree["data"]["prepared"] is not None:
         from jfi.data.prepared.manifest import RUN_SETTINGS, prepared_config
 
         # What the arguments leave open is as the dataset was prepared; one that cannot be read is named later.
         with suppress(DataError):
-            made = prepared_config(prepared)
-            choices = {name: getattr(made, name) for name in RUN_SETTINGS}
-            default = dataclasses.replace(default, data=dataclasses.replace(default.data, **choices))
+            made = prepared_config(tree["data"]["prepared"])
+            tree["data"] |= {name: getattr(made, name) for name in RUN_SETTINGS if f"data.{name}" not in lines}
     try:
-        config = _build(Config, tree, "", default)
-    except (ConfigError, DataError) as error:
-        raise ConfigError(places.located(str(error))) from None
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:  # of values that are each of their types, so one of a section's own checks
+        raise ConfigError(lines.located(str(error.__cause__ or error))) from None
     own.arguments = list(arguments)
     return config, own
 
@@ -104,7 +96,7 @@ def load_config(path: str | Path) -> Config:
     Raises:
         ConfigError: another version of jfi wrote it, or a key or a value is wrong.
     """
-    _read_file({}, str(path), _Places(), needs_version=True)
+    _read_file({}, str(path), _Lines(), needs_version=True)
     return parse_config(["--config", str(path)])[0]
 
 
@@ -155,11 +147,11 @@ def docstring(section: type) -> tuple[str, dict[str, str]]:
     return "\n\n".join(textwrap.fill(part, 120) for part in intro.split("\n\n")), meanings
 
 
-class _Places(dict):
+class _Lines(dict):
     """Maps a setting to the line of the file that gives it, "" for the command line."""
 
     def located(self, message: str) -> str:
-        """Returns a message that begins with a setting behind the place of the setting, or of what it is in."""
+        """Returns a message that begins with a setting behind the line of the setting, or of what it is in."""
         key = re.match(r"[\w.\[\]]*", message)[0]
         while key and key not in self:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
@@ -172,14 +164,14 @@ class _Source:
 
     name: str
     is_file: bool
-    places: _Places
+    lines: _Lines
 
     def line(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
 
     def fault(self, node: yaml.Node, key: str, what: str) -> ConfigError:
-        place = f"{self.line(node)}: {key or 'the file'}" if self.is_file else f"--{key}"
-        return ConfigError(shorten(f"{place}{what}"))
+        where = f"{self.line(node)}: {key or 'the file'}" if self.is_file else f"--{key}"
+        return ConfigError(shorten(f"{where}{what}"))
 
 
 def _options(rest: Sequence[str], others: list[str]) -> Iterator[tuple[str, str, object]]:
@@ -204,7 +196,7 @@ def _options(rest: Sequence[str], others: list[str]) -> Iterator[tuple[str, str,
         yield option, value if is_joined else left.pop(0), hint
 
 
-def _override(tree: dict, option: str, value: str, hint: object, places: _Places) -> None:
+def _override(tree: dict, option: str, value: str, hint: object, lines: _Lines) -> None:
     """Sets the value of an option in the tree of settings."""
     kinds, root = _kinds(hint), None
     try:
@@ -214,21 +206,21 @@ def _override(tree: dict, option: str, value: str, hint: object, places: _Places
             why = getattr(error, "problem", error)
             raise ConfigError(shorten(f"{option}: got {value!r}, which is not YAML: {why}")) from None
     if isinstance(root, yaml.ScalarNode) and root.style not in ("'", '"'):
-        is_text = root.tag.rpartition(":")[2] not in _KINDS or root.value != value.strip()
+        is_text = root.tag.rpartition(":")[2] not in _TYPES or root.value != value.strip()
     else:  # a text may look like a block, as "::" does; a list in brackets is one where the setting takes lists
         takes_list = isinstance(root, yaml.SequenceNode) and root.flow_style and list in map(typing.get_origin, kinds)
         is_text = root is None or (isinstance(root, yaml.CollectionNode) and str in kinds and not takes_list)
     if is_text:
         root = yaml.ScalarNode(_TEXT, value)  # as it is written: a command line has no comments, blocks or anchors
-    for given in [one for one in places if one.startswith(option[2:])]:
-        del places[given]
+    for given in [one for one in lines if one.startswith(option[2:])]:
+        del lines[given]
     *folders, name = option[2:].split(".")
     for part in folders:
         tree = tree.setdefault(part, {})
-    tree[name] = _read(tree.get(name), root, hint, option[2:], _Source(option, False, places))
+    tree[name] = _read(tree.get(name), root, hint, option[2:], _Source(option, False, lines))
 
 
-def _read_file(tree: dict, path: str, places: _Places, needs_version: bool = False) -> None:
+def _read_file(tree: dict, path: str, lines: _Lines, needs_version: bool = False) -> None:
     """Adds the settings of a file to the tree."""
     try:
         root = read_yaml(Path(path).read_text(encoding="utf-8"), path)
@@ -239,8 +231,8 @@ def _read_file(tree: dict, path: str, places: _Places, needs_version: bool = Fal
         raise ConfigError(f"--config {path}: {error.strerror or error}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
-        raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', error)}") from None
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(f"{where}: not YAML: {getattr(error, 'problem', error)}") from None
     root = yaml.ScalarNode("tag:yaml.org,2002:null", "", yaml.Mark(path, 0, 0, 0, "", 0)) if root is None else root
     if isinstance(root, yaml.MappingNode):
         found = [_plain(value, int) for key, value in root.value if key.value == "version"]
@@ -252,7 +244,7 @@ def _read_file(tree: dict, path: str, places: _Places, needs_version: bool = Fal
             )
             raise ConfigError(f"{path}: {what}")
         root.value = [pair for pair in root.value if pair[0].value != "version"]
-    tree |= _read(tree, root, Config, "", _Source(path, True, places))
+    tree |= _read(tree, root, Config, "", _Source(path, True, lines))
 
 
 def _copy_hint(path: str) -> str:
@@ -264,7 +256,7 @@ def _copy_hint(path: str) -> str:
 
 def _read(old: object, node: yaml.Node, hint: typing.Any, key: str, source: _Source) -> typing.Any:
     """Returns the value of a setting; of a dataclass the given settings, by name, in addition to the `old` ones."""
-    source.places[key] = source.line(node) if source.is_file else ""
+    source.lines[key] = source.line(node) if source.is_file else ""
     if dataclasses.is_dataclass(hint):
         known, tree = fields(hint), dict(old or {})  # type: ignore[call-overload]
         for name, value in _pairs(node, key, source).items():
@@ -275,6 +267,9 @@ def _read(old: object, node: yaml.Node, hint: typing.Any, key: str, source: _Sou
                     f"{source.line(value) if source.is_file else source.name}: unknown key {inner}; {near}"
                 )
             tree[name] = _read(tree.get(name), value, known[name], inner, source)
+        required = [one.name for one in dataclasses.fields(hint) if one.default is one.default_factory]  # both missing
+        if lacking := [name for name in required if name not in tree]:
+            raise ConfigError(source.lines.located(f"{key} lacks {', '.join(lacking)}"))
         return tree
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is dict:
@@ -322,7 +317,7 @@ def _plain(node: yaml.Node, hint: object) -> typing.Any:
         return [_plain(one, inner) for one in node.value]
     if isinstance(node, yaml.MappingNode):
         return {str(name.value): _plain(value, object) for name, value in node.value}
-    found = _KINDS.get(node.tag.rpartition(":")[2], str)
+    found = _TYPES.get(node.tag.rpartition(":")[2], str)
     if found is str and node.style is None and float in kinds:  # 1e-3, which YAML takes for a text
         with suppress(ValueError):
             if math.isfinite(number := float(node.value)) or str not in kinds:
@@ -333,30 +328,6 @@ def _plain(node: yaml.Node, hint: object) -> typing.Any:
         return yaml.constructor.SafeConstructor().construct_object(node)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError):  # an unknown tag, a value that is not its kind
         return node.value
-
-
-def _build(hint: typing.Any, value: typing.Any, key: str, default: object = None) -> typing.Any:
-    """Returns the value of a setting with dataclasses in the place of mappings; of a section with other defaults."""
-    parts = typing.get_args(hint)
-    if typing.get_origin(hint) is list:
-        return [_build(parts[0], one, f"{key}[{i}]") for i, one in enumerate(value)]
-    if typing.get_origin(hint) is dict:
-        return {name: _build(parts[1], one, f"{key}.{name}") for name, one in value.items()}
-    if not dataclasses.is_dataclass(hint):
-        return value
-    hints = fields(hint)
-    made = {
-        name: _build(hints[name], one, f"{key}.{name}" if key else name, getattr(default, name, None))
-        for name, one in value.items()
-    }
-    if default is not None:
-        return dataclasses.replace(default, **made)  # type: ignore[type-var]
-    required = [
-        one.name for one in dataclasses.fields(hint) if {one.default, one.default_factory} == {dataclasses.MISSING}
-    ]
-    if lacking := [name for name in required if name not in made]:
-        raise ConfigError(f"{key} lacks {', '.join(lacking)}")
-    return hint(**made)
 
 
 def _leaves(section: type, prefix: str, default: object = None) -> Iterator[tuple[str, type, object]]:

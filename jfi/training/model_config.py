@@ -49,8 +49,7 @@ class PretrainedConfig:
     """Embeddings from a file, for the values of a categorical column.
 
     Args:
-        path: a Parquet file with two columns, the values and lists of numbers; or a `.npy` file of `[rows, width]`,
-            with the values of its rows in a UTF-8 text file of the same name, such as items.txt, one a line.
+        path: a Parquet file with two columns, the values and lists of numbers.
         frozen: whether these rows are kept fixed, under torchrun with `sharding.exchange: attention` alone. Values that
             the file lacks have random rows that are trained.
     """

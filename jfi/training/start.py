@@ -17,7 +17,7 @@ from jfi.training.loop.captured_steps import check_graphs
 from jfi.training.loop.trainer import Trainer
 from jfi.training.metrics.label_metrics import Result
 from jfi.training.metrics.unknown_values import expected_shares
-from jfi.training.run.logger import Logger, check_packages
+from jfi.training.run.recorder import Logger, check_packages
 from jfi.training.run.run_data import DataChanged, describe_batches, learnt_files, load_data, load_shared, save_data
 from jfi.training.run.run_folder import RunFolder, check_new, check_writable, new_run_dir, writing_run
 from jfi.training.run.run_position import check_config, config_changes, last_progress
@@ -38,8 +38,8 @@ def train(
     Args:
         config: the whole config.
         dataset: the dataset of `config.data`, if it is loaded already.
-        logger: gets the config and the metrics, in the place of the one that `training.logger` names: any object with
-            the three methods of `jfi.training.run.logger.Logger`, such as a logger of Lightning.
+        logger: gets the config and the metrics, instead of the one that `training.logger` names: any object with
+            the three methods of `jfi.training.run.recorder.Logger`, such as a logger of Lightning.
         memory: most that sorting tables holds in memory, such as "4GB"; None is half of what is free.
 
     Raises:
@@ -64,12 +64,10 @@ def train(
         config = world.on_first(lambda: _check_before_reading(config))
         if dataset is None:
             dataset = load_shared(config.data, world, memory=memory)
-            if world.is_first and dataset.summary is not None:
-                print(dataset.summary, flush=True)
+            world.say(dataset.summary)
         _check_weights(config, dataset)
         trainer = Trainer(config, dataset, world, config.training.warm_start)
-        if trainer.defaults_line is not None and world.is_first:
-            print(trainer.defaults_line, flush=True)
+        world.say(trainer.defaults_line)
         trainer.load_pretrained()
         path = world.on_first(lambda: Path(run_dir) if run_dir else new_run_dir())
         with writing_run(path, world):
@@ -137,18 +135,14 @@ def _check_processes(world: World, config: Config, options: dict[str, object]) -
         check_graphs(config, world)
         return
 
-    started = world.gather((config, options))
-
-    def compare() -> None:
-        for rank, (other, own) in enumerate(started[1:], 1):
-            differ = [(name, options.get(name), own.get(name)) for name in options | own]
-            changes = [f"{name} was {was} and is {now}" for name, was, now in differ if was != now]
-            changes += [line for _, line in config_changes(dataclasses.asdict(config), other)]
-            if changes:
-                fault = f"process {rank} was started with other settings than process 0: {', '.join(changes)}"
-                raise ConfigError(fault)
-
-    world.on_first(compare)
+    (first, given), *others = world.on_all(lambda: (config, options))
+    for rank, (other, own) in enumerate(others, 1):
+        differ = [(name, given.get(name), own.get(name)) for name in given | own]
+        changes = [f"{name} was {was} and is {now}" for name, was, now in differ if was != now]
+        changes += [line for _, line in config_changes(dataclasses.asdict(first), other)]
+        if changes:
+            fault = f"process {rank} was started with other settings than process 0: {', '.join(changes)}"
+            raise ConfigError(fault)
     check_sharded(config, world)
     check_graphs(config, world)
 
@@ -208,8 +202,7 @@ def _continue(
     trainer = Trainer(config, dataset, world, config.training.warm_start if begins else None)
     if trainer.config != config:  # config.yaml was changed, and leaves settings open
         world.on_first(lambda: save_config(trainer.config, run.config))
-        if trainer.defaults_line is not None and world.is_first:
-            print(trainer.defaults_line, flush=True)
+        world.say(trainer.defaults_line)
     trainer.restore(run)
     if begins:
         trainer.load_pretrained()
@@ -221,26 +214,22 @@ def _fit(trainer: Trainer, run: RunFolder, logger: Logger | None) -> Result:
     progress.files = world.on_first(lambda: learnt_files(run))
     progress.unknown = world.on_first(lambda: expected_shares(dataset, trainer.config.model.item_id))
     batches = world.on_first(lambda: describe_batches(run, trainer.config, dataset))
-    lines = _warn_of_trained_rows(trainer, batches)
+    world.say(_doubt_held_out_rows(trainer, batches))
     progress.newest = max(progress.newest, dataset.newest())
-    if (restart := progress.use_batches(batches)) is not None:
-        lines.append(restart)
-    if world.is_first:
-        for line in lines:
-            print(line, flush=True)
+    world.say(progress.use_batches(batches))
     return trainer.fit(run, logger)
 
 
-def _warn_of_trained_rows(trainer: Trainer, batches: dict) -> list[str]:
-    """Warns of rows of validation and test that the run may have trained on, where the training rows have changed."""
+def _doubt_held_out_rows(trainer: Trainer, batches: dict) -> str | None:
+    """A warning of rows of validation and test that the run may have trained on, where training rows have changed."""
     progress, samples = trainer.progress, "the SHA-256 of the training samples"
     if trainer.config.data.split != "time" or progress.batches.get(samples, batches[samples]) == batches[samples]:
-        return []
+        return None
     counts = {split: trainer.dataset.num_until(split, progress.newest) for split in ("validation", "test")}
     if not any(counts.values()):
-        return []
+        return None
     rows = " and ".join(f"{count:,} rows of {split}" for split, count in counts.items())
-    return [
+    return (
         f"warning: {rows} are not newer than the newest row that the run has trained on, so it may have trained on "
         "them: the metrics are too good; start a new run, or name a table with newer rows"
-    ]
+    )

@@ -59,7 +59,7 @@ def raise_on_sigterm() -> Iterator[None]:
 def begin_command() -> None:
     """Prepares a command's process, before torch and other packages are imported, which takes seconds.
 
-    Until `run_command` takes over, Ctrl-C ends the process at once: an import that is interrupted may catch an
+    Until `run_command` calls `main`, Ctrl-C ends the process at once: an import that is interrupted may catch an
     exception. Threads of OpenMP that wait will sleep, unless the user has set OMP_WAIT_POLICY: spinning ones keep two
     jobs on the same cores from getting on. A warning of torch.fx that TorchRec causes in every process is not logged.
     What stdout cannot encode is printed as escapes, as on stderr.
@@ -71,7 +71,6 @@ def begin_command() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell ignores it for a job
         signal.signal(signal.SIGINT, _exit_at_once)
-    sys.excepthook = _report_uncaught
 
 
 def _exit_at_once(signum: int, frame: object) -> None:
@@ -80,13 +79,14 @@ def _exit_at_once(signum: int, frame: object) -> None:
     os._exit(128 + signum)
 
 
-def run_command(main: Callable[[], int | None]) -> int:
+def run_command(main: Callable[[], int | None], imports: Callable[[], object] = lambda: None) -> int:
     """Runs `main`; reports errors that a user can cause as one line on stderr, and returns the exit code.
 
     Under torchrun one process per host writes the line, unless the error is of one process alone.
 
     Args:
         main: what the command does; it returns an exit code, or None for success. An `InputError` is of its input.
+        imports: imports what `main` needs, before it.
 
     Example:
         >>> run_command(lambda: None)
@@ -94,6 +94,7 @@ def run_command(main: Callable[[], int | None]) -> int:
     """
     threading.excepthook = _report_thread
     try:
+        imports()
         if signal.getsignal(signal.SIGINT) is _exit_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = int(main() or ExitCode.SUCCESS)
@@ -141,16 +142,6 @@ def _describe(error: BaseException) -> tuple[str, int | None]:
         return f"error: {error}", ExitCode.DIVERGED
     line = str(error) if is_input else import_line(error)
     return ("", None) if line is None else (f"error: {line}", ExitCode.WRONG_INPUT)
-
-
-def _report_uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """Ends the process as `run_command` does where packages find no memory, are missing, or do not fit one another."""
-    line, code = _describe(error) if memory_line(error) is not None or import_line(error) is not None else ("", None)
-    if code is None:
-        sys.__excepthook__(kind, error, trace)
-    else:
-        print(shorten(line), file=sys.stderr)
-        _end_at_once(code)
 
 
 def _is_in_group() -> bool:

@@ -13,12 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 #: The checksums of the other files of a folder, in the layout of `sha256sum`, whose `-c` verifies it.
 SUMS = "SHA256SUMS"
+#: In a folder that one process at a time writes, the file that it holds locked, see `locking`.
+LOCK = ".lock"
 #: What opening a path raises that is no file.
 NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _WRONG_PATH = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL}
@@ -76,44 +78,19 @@ def writing_folder(folder: Path) -> Iterator[Path]:
         FileExistsError: `folder` exists.
         OSError: another process is writing it.
     """
-    _check_new(folder)
-    if _remove_left(_prefix(folder), folder.parent):
-        raise OSError(errno.EBUSY, "another process is writing it", str(folder))
-    with temporary_folder(_prefix(folder), folder.parent, folder) as unfinished:
-        yield unfinished
-        finish_folder(unfinished, folder)
-
-
-def begin_folder(folder: Path) -> Path:
-    """Makes an empty folder next to `folder`, for `finish_folder`; what a killed process has left there is removed.
-
-    It is for a folder of which one process at a time writes all.
-
-    Raises:
-        FileExistsError: `folder` exists.
-    """
-    _check_new(folder)
-    unfinished = unfinished_name(folder)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    return unfinished
-
-
-def _check_new(folder: Path) -> None:
     if folder.exists():
         raise FileExistsError(errno.EEXIST, "file exists", str(folder))
     if not folder.parent.exists():
         folder.parent.mkdir(parents=True)
         sync(folder.parent.parent)
-
-
-def finish_folder(unfinished: Path, folder: Path) -> None:
-    """Flushes the files of `unfinished` to the disk and gives it the name `folder`."""
-    for path in unfinished.iterdir():
-        sync(path)
-    sync(unfinished)
-    unfinished.rename(folder)
-    sync(folder.parent)
+    if _remove_left(_prefix(folder), folder.parent):
+        raise OSError(errno.EBUSY, "another process is writing it", str(folder))
+    with temporary_folder(_prefix(folder), folder.parent, folder) as unfinished:
+        yield unfinished
+        for path in (*unfinished.iterdir(), unfinished):
+            sync(path)
+        unfinished.rename(folder)
+        sync(folder.parent)
 
 
 @contextmanager
@@ -358,36 +335,45 @@ def try_lock(descriptor: int) -> bool | None:
     return True
 
 
-def lock(descriptor: int, path: Path, patience: float = 0.0) -> bool:
-    """Locks an open file or folder; False if another process holds it.
+@contextmanager
+def locking(path: Path, fault: Callable[[str], Exception], patience: float = 0.0) -> Iterator[None]:
+    """Holds the lock of an existing folder, in which nothing is written, or of a file that names its holder.
 
-    On a file system without locks it prints a warning.
+    The kernel releases the lock when the process ends, however it ends. Readers need none. On a file system without
+    locks a warning is printed.
 
     Args:
-        descriptor: of the open file or folder; closing it releases the lock.
-        path: its name for the warning.
+        path: the folder, or the file, which is made.
+        fault: makes the error where another process holds the lock, which it gets the name of.
         patience: seconds to wait for another process.
-    """
-    deadline = time.monotonic() + patience
-    while (locked := try_lock(descriptor)) is False and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if locked is None:
-        print(f"warning: {path} is on a file system without locks; start no other process on it", file=sys.stderr)
-    return locked is not False
-
-
-@contextmanager
-def locking_folder(folder: Path) -> Iterator[bool]:
-    """Holds the lock of an existing folder, in which nothing is written; yields False if another process holds it.
 
     Example:
         >>> folder = getfixture("tmp_path")
-        >>> with locking_folder(folder) as first, locking_folder(folder) as second:
-        ...     first, second
-        (True, False)
+        >>> with locking(folder / ".lock", ValueError), locking(folder / ".lock", ValueError):  # doctest: +ELLIPSIS
+        ...     pass
+        Traceback (most recent call last):
+        ValueError: process ... on ...
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    is_file = not path.is_dir()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT if is_file else os.O_RDONLY, 0o644)
     try:
-        yield lock(descriptor, folder)
+        deadline = time.monotonic() + patience
+        while (locked := try_lock(descriptor)) is False and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if locked is None:
+            print(f"warning: {path} is on a file system without locks; start no other process on it", file=sys.stderr)
+        if locked is False:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") if is_file else ""
+            raise fault(holder or "another process")
+        with suppress(OSError):  # on a full disk the lock has no name of its holder
+            if is_file:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if is_file:
+                    os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)

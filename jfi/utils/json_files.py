@@ -37,9 +37,5 @@ def decode_json(content: bytes | str, kind: type[T], path: str | Path, fault: ty
     try:
         return msgspec.json.decode(content, type=kind)
     except (ValueError, RecursionError) as error:
-        raise fault(f"{path} is damaged: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    return text[:1].lower() + text[1:]
+        reason = str(error)
+        raise fault(f"{path} is damaged: {reason[:1].lower()}{reason[1:]}") from None

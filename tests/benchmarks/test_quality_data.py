@@ -108,7 +108,7 @@ def test_the_fetched_folds_load_as_given_splits(tiny):
     fetch.main(arguments)
     fetch.main(arguments)  # there already: nothing is read or written
     for fold in range(5):
-        config = parse_config(TABLES["assistments2009"].arguments(fold, tiny / "tables"), "")[0]
+        config = parse_config(TABLES["assistments2009"].arguments(fold, tiny / "tables"))[0]
         assert config.data.interactions.endswith(f"train{fold + 1}.csv")
         assert config.data.validation.endswith(f"valid{fold + 1}.csv")
         dataset = load_dataset(config.data)
@@ -216,7 +216,7 @@ def test_generated_files_depend_on_the_seed_alone_and_load(tmp_path, capsys, mon
     for name, content in impressions.files(30).items():
         assert (tmp_path / "impressions" / name).read_bytes() == content
     assert impressions.files(30, seed=1)["interactions.parquet"] != impressions.files(30)["interactions.parquet"]
-    dataset = load_dataset(parse_config(TABLES["impressions"].arguments(0, tmp_path), "")[0].data)
+    dataset = load_dataset(parse_config(TABLES["impressions"].arguments(0, tmp_path))[0].data)
     _, rows, _ = impressions.simulate(30, impressions.SEED)
     shown = np.count_nonzero(rows["action"] == "impression")
     assert dataset.num_samples("test") == pytest.approx(impressions.TEST * shown, abs=1)
@@ -259,11 +259,11 @@ def test_features_by_hand_are_of_older_rows(log):
 def test_configs_parse(name):
     table = TABLES[name]
     for fold in range(len(table.folds)):
-        config = parse_config(table.arguments(fold, DATA), "")[0]
+        config = parse_config(table.arguments(fold, DATA))[0]
         check_data_config(config.data)
         named = {setting: getattr(config.data, setting) for setting in table.folds[fold]}
         assert all(path.startswith(str(DATA)) for path in named.values())
         assert (config.data.label is not None) == (name in LABELED)
     if name != "movielens_100k":  # the config of the examples, whose files are elsewhere
-        alone = parse_config(["--config", table.arguments(0, DATA)[1]], "")[0]
-        assert dataclasses.asdict(alone) == dataclasses.asdict(parse_config(table.arguments(0, DATA), "")[0])
+        alone = parse_config(["--config", table.arguments(0, DATA)[1]])[0]
+        assert dataclasses.asdict(alone) == dataclasses.asdict(parse_config(table.arguments(0, DATA))[0])

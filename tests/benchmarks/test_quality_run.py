@@ -195,7 +195,7 @@ def test_the_cost_is_that_of_the_first_epoch_beyond_boosting(tmp_path):
 
 
 def test_the_defaults_that_are_compared_are_the_librarys():
-    config, given = parse_config(["--data.interactions=x.csv"], "")[0], {}
+    config, given = parse_config(["--data.interactions=x.csv"])[0], {}
     for name in DEFAULTS:
         section, *rest = name.split(".")
         given[name] = reduce(getattr, rest, getattr(config, section))
@@ -255,7 +255,7 @@ def test_baselines_are_those_of_the_package(tmp_path):
     results = Results(tmp_path / "tiny.json")
     run.run_table(table, results, names, tmp_path, Peers())
     expected = run_baselines(
-        run.Task(table, 0, tmp_path, tmp_path, Peers()).dataset(parse_config(["--config", table.config], "")[0])
+        run.Task(table, 0, tmp_path, tmp_path, Peers()).dataset(parse_config(["--config", table.config])[0])
     )
     assert set(names) == set(expected)
     found = {name: summary(results.cells, name, MODELS[name], final_runs(table)) for name in names}

@@ -17,7 +17,7 @@ from jfi.training import Config
 from jfi.training.config_parser import parse_config
 
 ROOT = Path(__file__).parents[2]
-WITH_CONFIG = ("train", "prepare", "compare")
+WITH_CONFIG = ("train", "prepare", "compare", "policy")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join)
@@ -44,8 +44,8 @@ def test_the_overview_names_every_command(capsys):
         (["compare", "--training.epochs", "few"], "--training.epochs: got 'few', must be an integer of at least 1"),
         (["train", "--config", "wrong.yaml"], "wrong.yaml:2: unknown key model.pool; did you mean 'model.pooling'?"),
         *(
-            ([name, "--data.lable", "x"], "unknown option --data.lable; did you mean '--data.label'?")
-            for name in WITH_CONFIG
+            ([*name.split(), "--data.lable", "x"], "unknown option --data.lable; did you mean '--data.label'?")
+            for name in ("train", "prepare", "compare", "policy --out x.json")
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_configs_are_listed_and_copied(tmp_path, monkeypatch, capsys):
     assert sorted(names) == sorted(path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in known)
     for name in names:
         assert commands.call("config", "copy", name) == 0
-        parse_config(["--config", f"{Path(name).name}.yaml"], "")
+        parse_config(["--config", f"{Path(name).name}.yaml"])
     assert commands.call("config", "copy", "quickstart") == 2
     assert capsys.readouterr().err == "error: quickstart.yaml: exists already; name a new file\n"
     assert commands.call("config", "copy", "quickstart", "other.yaml") == 0

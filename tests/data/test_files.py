@@ -238,7 +238,7 @@ def test_the_command_line_takes_a_path_or_a_list(tmp_path):
         ("part-[01].csv", "part-[01].csv"),
         ("[a.csv, b.csv]", ["a.csv", "b.csv"]),
     ]:
-        config = parse_config(["--data.interactions", argument, "--data.items", argument], "")[0]
+        config = parse_config(["--data.interactions", argument, "--data.items", argument])[0]
         assert config.data.interactions == config.data.items == expected
         save_config(config, tmp_path / "config.yaml")
         assert load_config(tmp_path / "config.yaml") == config

@@ -41,7 +41,7 @@ def kuaisar(i: int) -> str:
 )
 def test_the_log_is_read_and_a_policy_fits_it(write, tmp_path, name, header, row, surfaces, converts, rule):
     path = write("log.csv", header, *(row(i) for i in range(400)))
-    config = replace(parse_config(["--config", f"configs/{name}.yaml"], "")[0].data, interactions=path)
+    config = replace(parse_config(["--config", f"configs/{name}.yaml"])[0].data, interactions=path)
     dataset = load_dataset(config)
     events, fields = dataset.arrays().events, dataset.arrays().engagement
     number = np.rint((events.time - START / 1000) / 60).astype(int)

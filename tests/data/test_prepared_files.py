@@ -6,6 +6,7 @@ import re
 import signal
 import struct
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from jfi.data.prepared.stages.sort import MemoryLimitError, sort_batches
 from jfi.data.prepared.store import Verification, verify_dataset
 from jfi.training import Interrupted, resume, train
 from jfi.training.config_parser import parse_config
-from jfi.training.run.interrupt import StopRequest
+from jfi.training.distributed.processes import stop_on_signals
 from jfi.utils.files import read_sums, sha256_of, write_sums
 
 
@@ -124,12 +125,12 @@ def test_the_tables_of_a_manifest_are_those_of_the_dataset(folder):
 
 def test_an_argument_that_is_the_default_counts_and_an_absent_one_is_as_prepared(folder):
     arguments = ["--data.prepared", str(folder)]
-    assert parse_config(arguments, "")[0].data.max_history == 7
-    config = parse_config([*arguments, "--data.max_history", "200"], "")[0].data
+    assert parse_config(arguments)[0].data.max_history == 7
+    config = parse_config([*arguments, "--data.max_history", "200"])[0].data
     assert resolve(config).max_history == 200
     assert load_dataset(config).schema.max_history == 200
     assert load_dataset(prepared_config(folder)).schema.max_history == 7
-    parse_config(["--data.prepared", f"{folder}/absent"], "")  # training says that it is no dataset
+    parse_config(["--data.prepared", f"{folder}/absent"])  # training says that it is no dataset
 
 
 def test_a_malformed_memory_is_refused_before_anything_is_read(config, folder, tmp_path):
@@ -246,7 +247,7 @@ def test_large_files_are_verified_in_the_background(folder, damaged, monkeypatch
 
 def test_nothing_is_stored_of_a_run_on_a_damaged_dataset(folder, damaged, tmp_path):
     options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.epochs=1"]
-    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}"], "")
+    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}"])
     with pytest.raises(DataError, match=f"^{re.escape(damaged)}$"):
         train(config)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
@@ -273,12 +274,19 @@ def test_a_signal_saves_a_run_before_its_dataset_is_verified(folder, tmp_path, m
             signal.raise_signal(signal.SIGTERM)
         return checked(self, seconds)
 
+    @contextmanager
+    def stopping(*arguments: object):
+        with stop_on_signals(*arguments) as stop:
+            if at == "step":
+                signal.raise_signal(signal.SIGTERM)
+            yield stop
+
     monkeypatch.setattr(store, "open_checked", lambda path, sizes: Verification(path, list(sizes)))
     monkeypatch.setattr(store, "verify", verify)
     monkeypatch.setattr(Verification, "check", check)
-    monkeypatch.setattr(StopRequest, "signum", signal.SIGTERM if at == "step" else 0)
+    monkeypatch.setattr("jfi.training.loop.trainer.stop_on_signals", stopping)
     options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.batch_size=8"]
-    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}", "--training.epochs=1"], "")
+    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}", "--training.epochs=1"])
     with pytest.raises(Interrupted):
         train(config)
     saved.set()
@@ -287,7 +295,7 @@ def test_a_signal_saves_a_run_before_its_dataset_is_verified(folder, tmp_path, m
 
 def test_a_run_on_a_dataset_that_is_damaged_later_has_no_test_metrics(folder, tmp_path, monkeypatch):
     options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.epochs=1"]
-    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}"], "")
+    config, _ = parse_config([*options, f"--training.run_dir={tmp_path / 'run'}"])
     train(config)
     content = bytearray((folder / "events.arrow").read_bytes())
     content[len(content) // 2] ^= 1

@@ -299,8 +299,8 @@ def test_the_groups_of_auto(settings, groups):
 
 def test_auto_is_the_default_and_no_other_text_is_known():
     assert DataConfig().statistics == "auto"
-    assert parse_config(["--data.statistics", "auto"], "")[0].data.statistics == "auto"
-    assert parse_config(["--data.statistics", "[]"], "")[0].data.statistics == []
+    assert parse_config(["--data.statistics", "auto"])[0].data.statistics == "auto"
+    assert parse_config(["--data.statistics", "[]"])[0].data.statistics == []
     with pytest.raises(DataError, match=r"data.statistics: got 'item', must be a list of .* or auto"):
         load_dataset(DataConfig(interactions="rows.csv", statistics="item"))
 

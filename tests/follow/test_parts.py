@@ -21,7 +21,7 @@ from jfi.follow.start import follow
 from jfi.follow.state import open_state
 from jfi.serving.user_state.stores import LmdbStore
 from jfi.training import ConfigError, resume, train
-from jfi.training.run.interrupt import Interrupted
+from jfi.training.distributed.processes import Interrupted
 from jfi.training.run.run_data import load_schema
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.encoding import HashedIds

@@ -16,7 +16,7 @@ from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
 from jfi.training import ConfigError, train
 from jfi.training.run.saved_run import load_run
-from jfi.utils.writer_lock import acquire, release
+from jfi.utils.files import LOCK, locking
 
 from .comparing import bodies
 from .followed_log import FEATURES, GROWING, config_of, make_rows, write, write_parts
@@ -98,10 +98,10 @@ def test_versions_keep_the_statistics_of_the_start_whatever_becomes_of_the_inter
 def test_a_folder_that_another_run_publishes_to_is_refused_by_name(followed, tmp_path):
     shutil.copytree(followed, tmp_path / "run")
     folder = tmp_path / "run" / "published"
-    before, held = numbers(folder), acquire(folder)
-    with pytest.raises(ConfigError, match=r"training\.publish_every: .*/published: process .* publishes to"):
+    before = numbers(folder)
+    refused = pytest.raises(ConfigError, match=r"training\.publish_every: .*/published: process .* publishes to")
+    with locking(folder / LOCK, ValueError), refused:
         follow(tmp_path / "run", followed.parent / "parts", until_idle=True)
-    release(held)
     assert numbers(folder) == before
 
 

@@ -20,7 +20,7 @@ from jfi.follow.state import LogState
 from jfi.serving.publish import PublishHook
 from jfi.serving.user_state.stores import LmdbStore, StoreUnavailableError
 from jfi.training import ConfigError, train
-from jfi.training.run.interrupt import Interrupted
+from jfi.training.distributed.processes import Interrupted
 
 from .followed_log import KNOWN, config_of, content, lines, write, write_parts
 

@@ -84,7 +84,7 @@ def export_tiny(folder: Path) -> None:
     synthetic_tables.write(folder / "tables", synthetic_tables.taste(num_users=80, num_items=60, mean_length=20))
     tables = [f"--data.{name}={folder}/tables/{name}.parquet" for name in ("interactions", "items")]
     overrides = ["--config", str(ROOT / "configs/quickstart.yaml"), *tables, *TINY]
-    train(parse_config([*overrides, "--training.run_dir", str(folder / "run")], "")[0])
+    train(parse_config([*overrides, "--training.run_dir", str(folder / "run")])[0])
     commands.run("export", "--run", folder / "run")
 
 

@@ -42,8 +42,8 @@ COMMANDS_OF = {
     "follow": ["train"],
     "semantic_ids": ["semantic-ids"],
     "serving/export": ["export"],
+    "training/distributed/processes": ["train"],
     "training/loop": ["train"],
-    "training/run/interrupt": ["train"],
     "training/run/run_position": ["train"],
     "training/run/state": ["train"],
     "training/start": ["train"],
@@ -211,7 +211,7 @@ def test_advice_on_configs_and_prepared_datasets_is_typed(trained, run, tmp_path
     copied = re.search("jfi (config copy quickstart)$", fault(capsys, "train", "--config", "configs/quickstart.yaml"))
     assert commands.call(*copied[1].split()) == 0
     advice = re.search(r"train with: jfi train (--config) (quickstart.yaml)$", capsys.readouterr().out).groups()
-    assert parse_config(advice, "")[0].data.interactions == "data/quickstart/interactions.parquet"
+    assert parse_config(advice)[0].data.interactions == "data/quickstart/interactions.parquet"
     assert commands.call("prepare", "--config", trained / "config.yaml", "--out", "new") == 0
     option, folder = re.search(r"train with (--data.prepared) (\S+)$", capsys.readouterr().out).groups()
     write_table(tmp_path / "other.csv", [["z", *row(i)[1:]] for i in range(100)])

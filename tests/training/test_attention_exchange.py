@@ -13,11 +13,12 @@ from worker import without_pictures
 
 from jfi.data import DataSchema, load_dataset
 from jfi.training import Config, ConfigError, ShardingConfig, train
-from jfi.training.config import EncoderConfig, PretrainedConfig
+from jfi.training.config import EncoderConfig
 from jfi.training.defaults import resolve_defaults, resolved_as
 from jfi.training.distributed.processes import World
 from jfi.training.distributed.sharding import check_sharded, with_exchange
 from jfi.training.loop.captured_steps import check_graphs
+from jfi.training.model_config import PretrainedConfig
 from jfi.training.run.recorder import read_metrics
 from jfi.training.run.run_position import config_changes
 from jfi.training.run.saved_run import load_run

@@ -14,15 +14,16 @@ from jfi.cli.options import OptionError, OptionParser, at_least_zero
 from jfi.data import DataConfig, FeatureConfig
 from jfi.data.config import LabelConfig
 from jfi.training import Config, ConfigError
-from jfi.training.config import ModelConfig, PretrainedConfig, TrainingConfig
+from jfi.training.config import ModelConfig, TrainingConfig
 from jfi.training.config_parser import load_config, parse_config, save_config
+from jfi.training.model_config import PretrainedConfig
 from jfi.utils.exit_codes import run_command
 
 ROOT = Path(__file__).parents[2]
 
 
 def parse(*arguments: str) -> Config:
-    return parse_config(arguments, "")[0]
+    return parse_config(arguments)[0]
 
 
 def fault(*arguments: str) -> str:
@@ -168,7 +169,7 @@ def test_a_setting_with_a_space_is_no_value_of_the_option_before_it():
     parser = OptionParser()
     parser.add_argument("--seeds", nargs="+", type=int)
     arguments = ["--data.interactions", "a.csv", "--seeds", "0", "1", "--data.title=a b"]
-    config, own = parse_config(arguments, "", parser)
+    config, own = parse_config(arguments, parser)
     assert (config.data.title, own.seeds) == ("a b", [0, 1])
 
 
@@ -384,23 +385,6 @@ def test_a_saved_config_is_whole_or_not_there(tmp_path, monkeypatch):
             save_config(Config().with_training(seed=3), tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert load_config(tmp_path / "config.yaml") == Config()
-
-
-def test_help_lists_every_field(capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse("--help")
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert "--config" in text and "4: out of memory" in text
-    for name in (
-        "--model.pooling",
-        "--encoder.num_layers",
-        "--sharding.type",
-        "--training.epochs",
-        "--data.interactions",
-        "--optimizer.dense.learning_rate",
-    ):
-        assert name in text
 
 
 def test_with_training_leaves_the_original():

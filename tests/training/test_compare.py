@@ -91,6 +91,6 @@ def test_the_table_is_of_the_first_label_and_its_task(tmp_path, capsys, task):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path):
-    config = parse_config(["--config", str(path)], "")[0]
+    config = parse_config(["--config", str(path)])[0]
     check_data_config(config.data)
     assert not any(str(value).startswith("/") for value in vars(config.data).values())

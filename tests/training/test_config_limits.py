@@ -8,9 +8,10 @@ from data_configs import data_config
 from jfi.data import DataConfig, DataError, FeatureConfig
 from jfi.data.config_checks import check_data_config
 from jfi.training import Config, ConfigError
-from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, OptimizerGroup, ShardingConfig
+from jfi.training.config import EncoderConfig, ModelConfig, OptimizerConfig, ShardingConfig
 from jfi.training.config import TrainingConfig as Training
 from jfi.training.config_parser import parse_config
+from jfi.training.model_config import OptimizerGroup
 
 ABOVE = math.nextafter(1.0, 2.0)
 BELOW = math.nextafter(1.0, 0.0)
@@ -143,8 +144,8 @@ def test_heads_by_recency_are_several():
 
 def test_a_value_or_a_section_of_a_config_may_be_an_alias(tmp_path):
     (tmp_path / "config.yaml").write_text("training:\n  epochs: &few 3\n  patience: *few\n")
-    config = parse_config(["--config", str(tmp_path / "config.yaml")], "")[0]
+    config = parse_config(["--config", str(tmp_path / "config.yaml")])[0]
     assert (config.training.epochs, config.training.patience) == (3, 3)
     (tmp_path / "config.yaml").write_text("optimizer:\n  dense: &same {learning_rate: 0.5}\n  embeddings: *same\n")
-    config = parse_config(["--config", str(tmp_path / "config.yaml")], "")[0]
+    config = parse_config(["--config", str(tmp_path / "config.yaml")])[0]
     assert config.optimizer.embeddings.learning_rate == config.optimizer.dense.learning_rate == 0.5

@@ -29,8 +29,8 @@ from jfi.training import (
     resume,
     train,
 )
-from jfi.training.config import PretrainedConfig
 from jfi.training.model.build_model import build_model, table_configs
+from jfi.training.model_config import PretrainedConfig
 
 HEADER = ["user_id", "item_id", "timestamp", "clicked", "device", "place", "tags", "price"]
 ROUNDING = 2e-6

@@ -91,7 +91,7 @@ def test_what_no_process_can_do_is_one_line_of_the_first(folder):
     line = "process 1 was started with other settings than process 0: training.batch_size was 40 and is 41"
     assert refused(folder, [], size) == [(2, [f"error: {line}"]), (2, [])]
     group = ["--sharding.group_size", "3"]
-    line = "sharding.group_size: got 3, must divide the number of processes, 2"
+    line = "sharding.group_size: got 3, must be a divisor of the number of processes, 2"
     assert refused(folder, group, group) == [(2, [f"error: {line}"]), (2, [])]
     large = ["--data.features", "[{name: item_id, of: item, hash_buckets: 4294967296}]"]
     (code, (line,)), other = refused(folder, large, large)

@@ -40,11 +40,11 @@ from jfi.training import (
     train,
 )
 from jfi.training.checkpoints.checkpoint import latest_checkpoint, load_checkpoint
-from jfi.training.config import PretrainedConfig
 from jfi.training.config_parser import load_config
 from jfi.training.distributed.processes import World, _init_process_group, join_world
 from jfi.training.distributed.sharding import _plan, check_sharded, sharders_of
 from jfi.training.loop.trainer import Trainer
+from jfi.training.model_config import PretrainedConfig
 from jfi.training.run.recorder import read_metrics
 from jfi.training.run.run_data import load_shared, save_data
 from jfi.training.run.run_folder import RunFolder

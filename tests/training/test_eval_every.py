@@ -10,8 +10,8 @@ from test_run import assert_same_run, killed_after, tiny
 
 import jfi
 from jfi.training import ConfigError, TrainingConfig, resume, train
+from jfi.training.distributed.processes import Interrupted
 from jfi.training.loop.trainer import Trainer
-from jfi.training.run.interrupt import Interrupted
 from jfi.training.run.recorder import read_metrics
 
 LOG_EVERY = 4

@@ -29,9 +29,9 @@ from jfi.history_policies import Policy, fit
 from jfi.semantic_ids import Codec, DiscretePCA
 from jfi.semantic_ids.tensor_file import read_tensors, write_tensors
 from jfi.training import resume, train
-from jfi.training.config import PretrainedConfig
 from jfi.training.config_parser import load_config
 from jfi.training.loop.trainer import Trainer
+from jfi.training.model_config import PretrainedConfig
 from jfi.training.run.run_data import learnt_files, load_schema
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.files import SUMS, read_sums, sha256_of, write_sums
@@ -212,7 +212,7 @@ def test_a_url_of_a_file_is_opened_only_if_the_command_line_names_it_too(made, r
         (f"train --resume {run} --data.users {made / 'users.csv'}", f"add --data.items {url}"),
         (f"train --config {run / 'config.yaml'}", f"add --data.users {url}"),
         (f"compare --config {run / 'config.yaml'}", f"add --data.users {url}"),
-        (f"policy --config {run / 'config.yaml'} --out {run.parent / 'new.json'}", f"add --data.users {url}"),
+        (f"policy --config {run / 'config.yaml'} --out {run.parent / 'new.json'}", f"add --data.interactions {url}"),
     ]
     for arguments, part in cases:
         with recording() as done:

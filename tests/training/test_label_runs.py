@@ -259,11 +259,11 @@ def test_settings_that_do_not_fit(folder):
 def test_a_config_with_labels_is_written_and_read(folder, tmp_path):
     made = config(folder, "unused", {"labels": LABELS})
     save_config(made, tmp_path / "config.yaml")
-    assert parse_config(["--config", str(tmp_path / "config.yaml")], "")[0] == made
+    assert parse_config(["--config", str(tmp_path / "config.yaml")])[0] == made
     text = '[{"name": "a", "label": "x > 1"}, {"name": "b", "label": "y", "task": "regression"}]'
-    read, _ = parse_config(["--data.interactions", "r.csv", "--data.labels", text], "")
+    read, _ = parse_config(["--data.interactions", "r.csv", "--data.labels", text])
     assert read.data.labels == [LabelConfig("a", "x > 1"), LabelConfig("b", "y", "regression")]
     assert (read.data.task, read.monitor) == ("binary", "auc")
     with pytest.raises(ConfigError, match=r"unknown key data\.labels\[0\]\.nam"):
         (tmp_path / "wrong.yaml").write_text("data: {labels: [{nam: a, label: x}]}")
-        parse_config(["--config", str(tmp_path / "wrong.yaml")], "")
+        parse_config(["--config", str(tmp_path / "wrong.yaml")])

@@ -174,7 +174,9 @@ def test_a_run_that_fails_is_reported_as_failed(run, monkeypatch):
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("jfi.training.run.logger.importlib.util.find_spec", lambda name: None if name == "wandb" else 1)
+    monkeypatch.setattr(
+        "jfi.training.run.recorder.importlib.util.find_spec", lambda name: None if name == "wandb" else 1
+    )
     expected = "training.logger: wandb needs wandb, which is not installed: pip install wandb"
     with pytest.raises(ConfigError, match=expected):
         run(logger="wandb")

@@ -14,8 +14,8 @@ from test_run import assert_same_run, killed_after, tiny
 import jfi.training.model.build_model
 from jfi.data import load_dataset
 from jfi.training import Config, ConfigError, resume, train
-from jfi.training.config import PretrainedConfig
 from jfi.training.model.pretrained import read_pretrained
+from jfi.training.model_config import PretrainedConfig
 from jfi.training.run.saved_run import load_run
 
 LOG_EVERY = 4
@@ -120,19 +120,12 @@ def schema():
     return load_dataset(tiny(None).data).schema
 
 
-def test_npy_with_ids_gives_the_same_rows(tmp_path):
-    np.save(tmp_path / "items.npy", VECTORS)
-    one = PretrainedConfig(str(tmp_path / "items.npy"))
-    with pytest.raises(ConfigError, match=r"model\.pretrained\.item: \S+/items\.txt: no such file"):
-        read_pretrained("item", one, schema(), 8)
-    (tmp_path / "items.txt").write_text("\n".join(IDS) + "\n")
+def test_rows_are_those_of_the_values_that_the_file_has(tmp_path):
     data = schema()
     values = list(data.encodings.vocabularies["item"].values)
-    rows, vectors = read_pretrained("item", one, data, 8)
+    rows, vectors = read_pretrained("item", PretrainedConfig(parquet(tmp_path)), data, 8)
     assert [values[row - 1] for row in rows] == [value for value in values if value in IDS]
     assert torch.equal(vectors, torch.stack([torch.from_numpy(VECTORS[IDS.index(values[row - 1])]) for row in rows]))
-    others = read_pretrained("item", PretrainedConfig(parquet(tmp_path)), data, 8)
-    assert torch.equal(rows, others[0]) and torch.equal(vectors, others[1])
 
 
 def test_another_width_is_projected(tmp_path):
@@ -152,7 +145,7 @@ def test_another_width_is_projected(tmp_path):
         ("item", {"path": "no.parquet"}, r"model.pretrained.item: \S*no.parquet: "),
         ("brand", {}, "model.pretrained.brand: no such column with a vocabulary; known: item, category, rating"),
         ("category", {"ids": ["x", "y"]}, "has none of the values of 'category'"),
-        ("item", {"ids": ["1", "1"]}, "has an id twice"),
+        ("item", {"ids": ["1", "1"]}, r"items\.parquet:2: 'id' 1 is already in"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_setting(tmp_path, column, change, message):
@@ -167,7 +160,10 @@ def test_a_wrong_file_is_refused_with_the_setting(tmp_path, column, change, mess
     [
         ({"id": ["1"], "name": ["a"]}, "has the columns id, name; it must have two, the values of 'item' and lists"),
         ({"id": ["1"], "a": [[1.0]], "b": [[1.0]]}, "has the columns id, a, b; it must have two"),
-        ({"vector": [[1.0]], "key": pa.array([None], pa.string())}, "has an empty id"),
+        ({"vector": [[1.0]], "key": pa.array([None], pa.string())}, r"x\.parquet:1: empty 'key'"),
+        ({"vector": [[1.0], None], "key": ["1", "2"]}, r"x\.parquet:2: has no vector"),
+        ({"vector": [[1.0], [1.0, 2.0]], "key": ["1", "2"]}, r"x\.parquet:2: 'vector' has 2 numbers, and that of"),
+        ({"vector": [[1.0], [float("nan")]], "key": ["1", "2"]}, "holds a number that is missing or not finite"),
     ],
 )
 def test_a_parquet_file_has_a_column_of_values_and_one_of_vectors(tmp_path, columns, message):

@@ -38,10 +38,9 @@ from jfi.training.checkpoints.checkpoint import latest_checkpoint, load_checkpoi
 from jfi.training.checkpoints.tensor_files import TensorReader
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.defaults import with_bias
-from jfi.training.distributed.processes import World
+from jfi.training.distributed.processes import World, stop_on_signals
 from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import build_model, build_optimizer
-from jfi.training.run.interrupt import stop_on_signals
 from jfi.training.run.recorder import SPEED, read_metrics
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.run_position import config_changes
@@ -186,8 +185,8 @@ def test_a_run_is_evaluated_alike_by_user_and_by_sample(tmp_path):
     trainer = Trainer(other, load_dataset(other.data), World())
     run = RunFolder.open(tmp_path / "run")[0]
     trainer.restore(run)
-    with stop_on_signals() as stop:
-        metrics, _ = trainer._evaluate("test", run, stop)
+    with stop_on_signals(run.path, trainer.world) as check:
+        metrics, _ = trainer._evaluate("test", check)
     assert metrics == pytest.approx(result.test, abs=1e-6)
 
 

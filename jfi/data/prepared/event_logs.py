@@ -55,8 +55,9 @@ def training_log(config: DataConfig, conversion: str | None = None) -> tuple[Eve
     rule = conversion or (settings.targets()[0].label if settings.task == "binary" else None)
     if rule is None:
         raise DataError("there is no binary label; a conversion must say which events count")
-    # The conversion is read like a further label.
-    given = open_tables(replace(config, labels=[*config.labels, LabelConfig("-conversion", rule, "auxiliary")]))
+    # The conversion is read like a further label, or as the label of a config that has none.
+    labels = [*config.labels, LabelConfig("-conversion", rule, "auxiliary")]
+    given = open_tables(replace(config, label=rule) if config.is_implicit else replace(config, labels=labels))
     config = given.config
     with temporary_folder("jfi-log-") as folder:
         read_and_sort(given, Stages(folder, durable=False), check=False)

@@ -57,7 +57,7 @@ from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import SortedEvents, index_type, order_by_item
 from jfi.utils.display import Display
-from jfi.utils.files import SUMS, locking_folder, naming, sha256_of, sync, temporary_folder
+from jfi.utils.files import SUMS, locking, naming, sha256_of, sync, temporary_folder
 
 Advance = Callable[[int], None]
 #: Says what the stages of a folder are of, and that it is one of stages.
@@ -263,9 +263,7 @@ def _locked(work: Path, config: DataConfig, schema: DataSchema | None) -> Iterat
         "schema": None if schema is None else _digest(schema),
     }
     work.mkdir(parents=True, exist_ok=True)
-    with locking_folder(work) as is_first:
-        if not is_first:
-            raise DataError(f"{work}: another process is preparing this dataset")
+    with locking(work, lambda holder: DataError(f"{work}: {holder} is preparing this dataset")):
         path, text, found = work / _STATE, json.dumps(state, sort_keys=True), [*work.iterdir()]
         if found and path not in found:
             raise DataError(f"{work}: has files, and none of `jfi prepare`; move it away")

@@ -13,7 +13,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,16 +32,14 @@ from jfi.training.config import ConfigError
 from jfi.training.distributed.processes import World
 from jfi.utils.files import (
     DamagedFileError,
-    begin_folder,
     by_number,
     check_sum,
-    finish_folder,
     naming,
     read_sums,
     sha256_of,
-    unfinished_name,
     verify,
     write_sums,
+    writing_folder,
 )
 
 T = TypeVar("T")
@@ -73,25 +71,25 @@ def save_checkpoint(folder: Path, name: str, state: dict, progress: dict, world:
         FloatingPointError: a tensor has a value that is not finite; nothing is written.
         OSError: the storage is full or refuses; nothing is written.
     """
-    final, unfinished = folder / name, unfinished_name(folder / name)
-    if world.on_first(lambda: None if final.exists() else begin_folder(final)) is None:
-        return
-    writer = TensorWriter(unfinished)
+    final = folder / name
+    with ExitStack() as stack:  # of the first process
 
-    def finish() -> None:
-        with naming(unfinished / PROGRESS):
-            (unfinished / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
-        write_sums(unfinished, {**writer.sums, PROGRESS: sha256_of(unfinished / PROGRESS)})
-        finish_folder(unfinished, final)
+        def begin() -> Path | None:
+            return None if final.exists() else stack.enter_context(writing_folder(final))
 
-    try:
-        with naming(unfinished), _plainly():
+        if (unfinished := world.on_first(begin)) is None:
+            return
+        writer = TensorWriter(unfinished)
+        with naming(final), _plainly():
             dcp.save(state, storage_writer=writer, process_group=world.control, no_dist=not world.launched)
+
+        def finish() -> None:
+            with naming(final / PROGRESS):
+                (unfinished / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+            write_sums(unfinished, {**writer.sums, PROGRESS: sha256_of(unfinished / PROGRESS)})
+            stack.close()
+
         world.on_first(finish)
-    except Exception:
-        if world.is_first:  # gives the space back
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -118,20 +116,16 @@ def verify_checkpoint(path: Path, world: World = ALONE) -> None:
     Raises:
         DamagedCheckpointError: a file is missing or damaged.
     """
-    fault: Exception | None = None
-    try:
+
+    def check() -> None:
         sums = read_sums(path)
         for name in (INDEX, PROGRESS, *sorted(sums.keys() - {INDEX, PROGRESS}))[world.rank :: world.size]:
             check_sum(path, name, sums)
-    except (DamagedFileError, OSError) as error:
-        fault = error
-    faults = [fault for fault in world.gather(fault) if fault is not None]
 
-    def report() -> None:
-        for fault in faults:
-            raise DamagedCheckpointError(str(fault)) if isinstance(fault, DamagedFileError) else fault
-
-    world.on_first(report)
+    try:
+        world.on_all(check)
+    except DamagedFileError as fault:
+        raise DamagedCheckpointError(str(fault)) from None
 
 
 def load_checkpoint(path: Path, state: dict, world: World = ALONE) -> None:

@@ -140,10 +140,7 @@ class TensorWriter(StorageWriter):
             ]
             index[name] = _Tensor(_NAMES[tensor.properties.dtype], list(tensor.size), chunks)
         path = self.folder / INDEX
-        with path.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(index), indent=1))
-            file.flush()
-            os.fsync(file.fileno())
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=1))
         self.sums[INDEX] = sha256_of(path)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The processes of a run: a single one, or those that torchrun launches.
+"""The processes of a run: a single one, or those that torchrun launches; and the signals that stop them.
 
 Each rank has one device and a part of every batch. Tensors are exchanged with NCCL, or with gloo on CPUs. Python
 objects and flags are always exchanged with gloo, which does not synchronize with the GPU.
@@ -8,15 +8,17 @@ import atexit
 import gc
 import itertools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from jfi.training.config import ConfigError
 from jfi.utils.files import temporary_folder
@@ -49,39 +51,56 @@ class World:
         """Returns whether this is the process that writes files and prints."""
         return self.rank == 0
 
+    def say(self, *lines: object) -> None:
+        """Prints lines, above a bar of progress, in the process that does; None is no line."""
+        for line in lines:
+            if line is not None and self.is_first:
+                with tqdm.external_write_mode():
+                    print(line, flush=True)
+
     def on_first(self, act: Callable[[], T]) -> T:
         """Calls `act` on rank 0; returns its result, or raises its exception, on every rank."""
         if not self.launched:
             return act()
-        outcome = _attempt(act) if self.is_first else [None, None]
+        outcome: list[Any] = _attempt(act) if self.is_first else [None, None]
         dist.broadcast_object_list(outcome, src=0, group=self.control)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+    def on_all(self, act: Callable[[], T], acts: bool = True) -> list[T]:
+        """Returns on every rank what `act` returns on those that act, else None; or raises the first exception."""
+        outcomes: list[Any] = [_attempt(act) if acts else [None, None]]
+        if self.launched:
+            (own,), outcomes = outcomes, [None] * self.size
+            dist.all_gather_object(outcomes, own, group=self.control)
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]
 
     def on_each_host(self, act: Callable[[], T]) -> T:
         """Calls `act` on one process of each host, whose result all processes of the host return.
 
         What it raises on one host is raised on every process of all hosts.
         """
-        if not self.launched:
-            return act()
-        host, acts = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
-        own = (host, *_attempt(act)) if acts else (None, None, None)
-        outcomes: list = [None] * self.size
-        dist.all_gather_object(outcomes, own, group=self.control)
-        for _, _, error in outcomes:
-            if error is not None:
-                raise error
-        return next(result for where, result, _ in outcomes if where == host)
+        host, rank = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", str(self.rank))
+        results = self.on_all(lambda: (host, act()), not self.launched or rank == "0")
+        return next(one[1] for one in results if one is not None and one[0] == host)
 
-    def gather(self, item: T) -> list[T]:
-        """Every rank's `item` on rank 0; an empty list on the others."""
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """The rows `[N, ...]` of all ranks, in their order, on rank 0; the own ones on the others. On the CPU."""
         if not self.launched:
-            return [item]
-        items = [None] * self.size if self.is_first else None
-        dist.gather_object(item, items, dst=0, group=self.control)
-        return items or []
+            return rows
+        counts = [torch.tensor(0) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor(len(rows)), group=self.control)
+        if not self.is_first:
+            dist.send(rows.contiguous(), 0, group=self.control)
+            return rows
+        parts = [rows, *(rows.new_empty(int(count), *rows.shape[1:]) for count in counts[1:])]
+        for rank in range(1, self.size):
+            dist.recv(parts[rank], rank, group=self.control)
+        return torch.cat(parts)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor`, which is on each rank's device, over the ranks; a new tensor."""
@@ -191,3 +210,41 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("training.device: got 'cuda', but there is no GPU; set it to cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+class Interrupted(Exception):
+    """A signal stopped training; the state of a run has been saved."""
+
+    def __init__(self, signum: int, run_dir: object):
+        super().__init__(f"stopped by {signal.Signals(signum).name}; continue with --resume {run_dir}")
+        self.exit_code = 128 + signum
+
+
+@contextmanager
+def stop_on_signals(run_dir: object, world: World) -> Iterator[Callable[[], None]]:
+    """Records the first SIGINT or SIGTERM; the second one has its previous handler.
+
+    It yields what raises Interrupted, which names the folder of the run, on all processes of `world` if one got a
+    signal. All processes must call that together.
+    """
+    signals: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def record(signum: int, frame: object) -> None:
+        signals.append(signum)
+        restore()
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def check() -> None:
+        if signum := world.max(max(signals, default=0)):
+            raise Interrupted(signum, run_dir)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.signal(number, record)
+    try:
+        yield check
+    finally:
+        restore()

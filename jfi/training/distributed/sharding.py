@@ -155,7 +155,7 @@ def shard_model(
 
     Args:
         model: with the settings of `config`.
-        config: of the run, settled.
+        config: of the run, without settings left open.
         world: its processes.
 
     Returns:
@@ -291,6 +291,6 @@ def within_hosts(plan: ShardingPlan, local_size: int, world_size: int) -> None:
         used[host] += num_rows
         block = -(-num_rows // local_size)
         counts = [0] * world_size
-        for place in range(local_size):
-            counts[host * local_size + place] = max(0, min(block, num_rows - place * block))
+        for rank in range(local_size):
+            counts[host * local_size + rank] = max(0, min(block, num_rows - rank * block))
         own[name] = in_rows(counts, sharding, 0, local_size)

@@ -48,10 +48,10 @@ class Objective:
             weights: [B], or None for 1.
         """
         weighted, plain = [], []
-        for place, (label, weight) in enumerate(self._labels):
-            output, target = (outputs, labels) if outputs.dim() == 1 else (outputs[:, place], labels[:, place])
-            losses = self._losses(label, output, target, is_whole=place == 0)
-            if place < self._num_predicted:
+        for index, (label, weight) in enumerate(self._labels):
+            output, target = (outputs, labels) if outputs.dim() == 1 else (outputs[:, index], labels[:, index])
+            losses = self._losses(label, output, target, is_whole=index == 0)
+            if index < self._num_predicted:
                 plain.append(losses.detach().sum() * weight)
             weighted.append((losses if weights is None else losses * weights).sum() * weight)
         return torch.stack(weighted).sum(), torch.stack(plain).sum()

@@ -27,6 +27,7 @@ from jfi.training.loop.captured_steps import capture
 from jfi.training.loop.gradient_accumulation import NoSteps, run_parts
 from jfi.training.loop.learning_rates import LearningRates
 from jfi.training.loop.objective import Objective
+from jfi.training.metrics.label_metrics import Predictions
 from jfi.training.model.growing_rows import admit_ids
 from jfi.training.run.state import RunState
 from jfi.utils.display import Display
@@ -39,15 +40,7 @@ Output = tuple[Tensor, Tensor, Tensor]
 class Steps(RunState):
     """The state of a run, and its steps on batches.
 
-    Args:
-        config: the whole config.
-        dataset: the dataset of `config.data`.
-        world: the processes of the run.
-        warm: the run to start from, `training.warm_start` of a new run.
-        clock: seconds that only grow; another one in tests.
-
-    Raises:
-        ConfigError: the config does not fit the dataset, the processes or the run to start from.
+    Its arguments are those of `RunState`, and `clock`, which returns seconds that only grow.
     """
 
     def __init__(
@@ -129,6 +122,36 @@ class Steps(RunState):
                 yield self._step(batch) if self._captured is None else self._captured(batch)
             else:
                 yield self._forward(batch)[1]
+
+    def _steps(self, split: str, label: str, start: int = 0, end: int | None = None) -> Iterator[None]:
+        """Makes a training step of each batch of a split from `start` to `end`, and yields after it."""
+        progress, average = self.progress, self.modules.get("average")
+        self.model.train()
+        with closing(self._outputs(split, self.config.training.batch_size, label, start, end)) as outputs:
+            for _ in outputs:
+                if average is not None:
+                    average.update()
+                progress.batch += 1
+                progress.step += 1
+                if self.growing is not None and self.growing.is_due(progress.step):
+                    self.admit()
+                yield
+
+    def _flush_average(self) -> None:
+        if "average" in self.modules:
+            self.modules["average"].flush()
+
+    @torch.no_grad()
+    def _predict(self, split: str, check: Callable[[], None]) -> Predictions:
+        """The predictions of a split; of this process's part of it in all but the first."""
+        self.model.eval()
+        self.evaluated.eval()
+        predictions = Predictions()
+        with closing(self._outputs(split, self.config.training.eval_batch_size, split)) as outputs:
+            for output in outputs:
+                predictions.add(*output)
+                check()
+        return predictions.on_cpu(self.world.gather_rows)
 
     def admit(self) -> None:
         """Gives rows to the new ids of the steps since the last admission, in tables that grow.

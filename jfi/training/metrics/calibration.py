@@ -109,8 +109,8 @@ def _columns(predictions: Predictions, labels: Sequence[LabelSpec]) -> list[tupl
     outputs, targets = torch.cat(predictions.logits).double().cpu(), torch.cat(predictions.labels).double().cpu()
     outputs, targets = outputs.reshape(len(outputs), -1), targets.reshape(len(targets), -1)
     found = []
-    for place, label in enumerate(labels):
+    for index, label in enumerate(labels):
         if label.task == "binary":
-            present = ~targets[:, place].isnan()
-            found.append((label, outputs[present, place], targets[present, place]))
+            present = ~targets[:, index].isnan()
+            found.append((label, outputs[present, index], targets[present, index]))
     return found

@@ -74,9 +74,9 @@ def _inputs(
         order = torch.from_numpy(random.permutation(len(sparse[keys[0]].values()) if of_events else len(batch.users)))
         changed = {key: _in_order(sparse[key], order, of_events) for key in keys}
         yield name, dense, KeyedJaggedTensor.from_jt_dict(sparse | changed)
-    for place, column in enumerate(schema.dense_names):
+    for index, column in enumerate(schema.dense_names):
         changed = dense.clone()
-        changed[:, place] = dense[torch.from_numpy(random.permutation(len(dense))), place]
+        changed[:, index] = dense[torch.from_numpy(random.permutation(len(dense))), index]
         yield f"number {column}", changed, batch.sparse_features
 
 

@@ -18,7 +18,7 @@ that have them. No metric reads the weights of samples or of positives.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,25 +28,19 @@ from torchmetrics.functional.classification import binary_auroc
 
 from jfi.data.schema.schema import LabelSpec
 
-METRICS = ("loss", "ne", "auc", "user_auc")
 #: Metrics of which less is better.
 LESS_IS_BETTER = ("loss", "ne", "rmse", "mae")
 #: Metrics of several labels that are averaged over them.
 _AVERAGED = ("ne", "auc", "user_auc", "r2")
 
 
-def entropy(mean_label: float) -> float:
-    """Entropy in nats of a label that is 1 with probability `mean_label`."""
-    return -sum(p * math.log(p) for p in (mean_label, 1 - mean_label) if p > 0)
-
-
 def normalized_entropy(loss: float, mean_label: float) -> float:
-    """`loss` in nats over the entropy of the mean label; NaN if all labels are equal.
+    """`loss` over the entropy of the mean label, both in nats; NaN if all labels are equal.
 
     >>> round(normalized_entropy(math.log(2) / 2, 0.5), 6)
     0.5
     """
-    base = entropy(mean_label)
+    base = -sum(p * math.log(p) for p in (mean_label, 1 - mean_label) if p > 0)
     return loss / base if base > 0 else math.nan
 
 
@@ -116,19 +110,9 @@ class Predictions:
         self.labels.append(labels)
         self.users.append(users)
 
-    def on_cpu(self) -> "Predictions":
-        """The same predictions as one batch on the CPU."""
-        return Predictions(*([torch.cat(column).cpu()] for column in (self.logits, self.labels, self.users)))
-
-    @staticmethod
-    def join(parts: "list[Predictions]") -> "Predictions":
-        """The predictions of all `parts`."""
-        whole = Predictions()
-        for part in parts:
-            whole.logits += part.logits
-            whole.labels += part.labels
-            whole.users += part.users
-        return whole
+    def on_cpu(self, gather: Callable[[Tensor], Tensor] = lambda rows: rows) -> "Predictions":
+        """The same predictions as one batch on the CPU, with the rows of other processes that `gather` adds."""
+        return Predictions(*([gather(torch.cat(column).cpu())] for column in (self.logits, self.labels, self.users)))
 
     def metrics(
         self, labels: Sequence[LabelSpec] = (LabelSpec(),), weights: Sequence[float] = (1.0,)
@@ -136,7 +120,7 @@ class Predictions:
         """Every metric over all predictions.
 
         Args:
-            labels: the L labels; one binary label by default, with the metrics `METRICS`.
+            labels: the L labels; one binary label by default.
             weights: of their losses.
         """
         outputs, targets = torch.cat(self.logits).double().cpu(), torch.cat(self.labels).double().cpu()
@@ -144,9 +128,9 @@ class Predictions:
         if len(labels) == 1:
             return metrics_of_label(labels[0], outputs, targets, users)
         found: dict[str, dict[str, float]] = {}
-        for place, label in enumerate(labels):
-            present = ~targets[:, place].isnan()
-            own = outputs[present, place], targets[present, place], users[present]
+        for index, label in enumerate(labels):
+            present = ~targets[:, index].isnan()
+            own = outputs[present, index], targets[present, index], users[present]
             found[label.name] = metrics_of_label(label, *own)
         whole = {"loss": sum(w * one["loss"] for w, one in zip(weights, found.values(), strict=True))}
         for name in _AVERAGED:

@@ -34,6 +34,23 @@ class UnknownShares:
     def __str__(self) -> str:
         return f"unknown or missing in {self.rows:,} rows: {', '.join(f'{k} {v:.1%}' for k, v in self.shares.items())}"
 
+    @classmethod
+    def of(cls, dataset: InteractionDataset, split: str, limit: int | None = None) -> "UnknownShares":
+        """The shares of the samples of a split, or of about `limit` of them, evenly spread."""
+        arrays, counts = dataset.arrays(), {}
+        samples = arrays.samples[split]
+        samples = samples[:: 1 if limit is None else max(1, len(samples) // limit)]
+        index = {"user": arrays.events.user, "item": arrays.events.item, "event": None}
+        for spec, ids in zip(dataset.features, arrays.columns, strict=False):
+            if spec.role == "history" or spec.semantic:
+                continue
+            counts.setdefault(spec.column, 0)
+            for begin in range(0, len(samples), _BLOCK):
+                rows = samples[begin : begin + _BLOCK].astype(np.int64)
+                rows = rows if index[spec.of] is None else index[spec.of][rows].astype(np.int64)
+                counts[spec.column] += int(np.count_nonzero(ids.known_counts(rows) == 0))
+        return cls(len(samples), {name: count / max(1, len(samples)) for name, count in counts.items()})
+
     def warn(self, expected: Mapping[str, float]) -> None:
         """Logs a warning of each column with an unknown value in most rows that should have a known one.
 
@@ -50,33 +67,6 @@ class UnknownShares:
                     100 * share,
                     100 * usual,
                 )
-
-
-class UnknownCounts:
-    """Counts samples without a known value, over any number of datasets of one schema."""
-
-    def __init__(self) -> None:
-        self._rows, self._counts = 0, {}
-
-    def add(self, dataset: InteractionDataset, split: str, limit: int | None = None) -> None:
-        """Counts the samples of a split, or about `limit` of them, evenly spread."""
-        arrays = dataset.arrays()
-        samples = arrays.samples[split]
-        samples = samples[:: 1 if limit is None else max(1, len(samples) // limit)]
-        index = {"user": arrays.events.user, "item": arrays.events.item, "event": None}
-        for spec, ids in zip(dataset.features, arrays.columns, strict=False):
-            if spec.role == "history" or spec.semantic:
-                continue
-            self._counts.setdefault(spec.column, 0)
-            for begin in range(0, len(samples), _BLOCK):
-                rows = samples[begin : begin + _BLOCK].astype(np.int64)
-                rows = rows if index[spec.of] is None else index[spec.of][rows].astype(np.int64)
-                self._counts[spec.column] += int(np.count_nonzero(ids.known_counts(rows) == 0))
-        self._rows += len(samples)
-
-    def shares(self) -> UnknownShares:
-        """Returns the shares of all samples that were counted."""
-        return UnknownShares(self._rows, {name: count / max(1, self._rows) for name, count in self._counts.items()})
 
 
 class OutsideCounts:
@@ -102,6 +92,5 @@ def expected_shares(dataset: InteractionDataset, item_id: bool) -> dict[str, flo
         dataset: of the run.
         item_id: whether the model reads the item's id.
     """
-    counts = UnknownCounts()
-    counts.add(dataset, "test", _BLOCK)
-    return {name: share for name, share in counts.shares().shares.items() if item_id or name != dataset.schema.item_key}
+    shares = UnknownShares.of(dataset, "test", _BLOCK).shares
+    return {name: share for name, share in shares.items() if item_id or name != dataset.schema.item_key}

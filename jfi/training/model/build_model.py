@@ -34,7 +34,7 @@ from jfi.modules import (
     TimeBias,
     WeightBias,
 )
-from jfi.training.config import (
+from jfi.training.model_config import (
     ConfigError,
     EncoderConfig,
     ModelConfig,
@@ -97,14 +97,14 @@ def build_model(
     # A sequence feature for each bias: some heads go by the age of an event, others by its position.
     sequences = [
         SequenceFeatureConfig(
-            name="history" if place == 0 else f"history_by_{bias}",
+            name="history" if index == 0 else f"history_by_{bias}",
             sequence_keys=[f.key for f in history],
             target_keys=[f.key for f in features if f.role == "item"],
             combine=config.combine,
             bias=_bias(bias, features),
             max_seqlen=schema.max_history,
         )
-        for place, bias in enumerate(biases if history else [])
+        for index, bias in enumerate(biases if history else [])
     ]
     bag_tables = _tables(EmbeddingBagConfig, in_bags, config.embedding_dim)
     tables = _tables(EmbeddingConfig, in_collection, config.embedding_dim)

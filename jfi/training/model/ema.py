@@ -25,7 +25,7 @@ class ModelAverage(nn.Module):
     def __init__(self, model: nn.Module, decay: float) -> None:
         super().__init__()
         self._collections = [module for module in model.modules() if isinstance(module, _FUSED)]
-        # A copy of the model is made with these in the place of its collections.
+        # A copy of the model is made with these instead of its collections.
         averaged = {id(collection): collection.averaged() for collection in self._collections}
         averaged |= {id(one): one for one in model.modules() if isinstance(one, GrowingIds)}  # one map for both
         self.module = copy.deepcopy(model, dict(averaged))

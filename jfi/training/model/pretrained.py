@@ -11,12 +11,16 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from jfi.data import DataSchema
-from jfi.data.io.arrays import as_text, flatten
+from jfi.data.io.arrays import is_list
+from jfi.data.io.table import Table
 from jfi.data.schema.schema import as_array
-from jfi.training.config import ConfigError, PretrainedConfig
+from jfi.semantic_ids.content import read_lists
+from jfi.training.config import ConfigError
 from jfi.training.distributed.processes import World, shared_folder
 from jfi.training.model.build_model import shards_of
-from jfi.utils.files import is_storage_fault, naming
+from jfi.training.model_config import PretrainedConfig
+from jfi.utils.errors import InputError
+from jfi.utils.files import naming, reading_file
 
 
 def read_pretrained(column: str, config: PretrainedConfig, schema: DataSchema, width: int) -> tuple[Tensor, Tensor]:
@@ -40,18 +44,12 @@ def read_pretrained(column: str, config: PretrainedConfig, schema: DataSchema, w
     if column not in schema.encodings.vocabularies:
         known = ", ".join(schema.encodings.vocabularies)
         raise ConfigError(f"{key}: no such column with a vocabulary; known: {known}")
-    ids, vectors = (_read_npy if config.path.endswith(".npy") else _read_parquet)(key, config)
-    if len(ids) != len(vectors):
-        raise ConfigError(f"{key}: {config.path} has {len(vectors)} vectors, but there are {len(ids)} ids")
-    if len(pc.unique(ids)) != len(ids):
-        raise ConfigError(f"{key}: {config.path} has an id twice")
-    place = pc.index_in(as_array(schema.encodings.vocabularies[column].values), value_set=ids)
-    found = place.is_valid().to_numpy(zero_copy_only=False)
+    ids, vectors = _read(key, config.path)
+    index = pc.index_in(as_array(schema.encodings.vocabularies[column].values), value_set=ids)
+    found = index.is_valid().to_numpy(zero_copy_only=False)
     if not found.any():
         raise ConfigError(f"{key}: {config.path} has none of the values of '{column}'")
-    vectors = vectors[place.drop_null().to_numpy()].astype(np.float32)
-    if not np.isfinite(vectors).all():
-        raise ConfigError(f"{key}: {config.path} has a vector with NaN or infinity")
+    vectors = vectors[index.drop_null().to_numpy()]
     return torch.from_numpy(np.flatnonzero(found) + 1), torch.from_numpy(_project(vectors, width))
 
 
@@ -65,56 +63,22 @@ def _project(vectors: np.ndarray, width: int) -> np.ndarray:
     return np.pad(vectors, ((0, 0), (0, max(0, width - given))))
 
 
-def _read_npy(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]:
+def _read(key: str, path: str) -> tuple[pa.Array, np.ndarray]:
+    """The ids of a file, and their vectors `[N, D]` float32."""
     try:
-        vectors = np.load(config.path, allow_pickle=False)
-        # Text mode ends lines at LF, CR LF and CR; str.splitlines would at U+2028 too.
-        with open(Path(config.path).with_suffix(".txt"), encoding="utf-8-sig") as file:
-            lines = [line.removesuffix("\n") for line in file]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {_fault(error, config.path)}") from None
-    if vectors.ndim != 2 or vectors.dtype.kind != "f":
-        raise ConfigError(
-            f"{key}: {config.path} has shape {vectors.shape} of {vectors.dtype}, must be [rows, width] of floats"
-        )
-    return as_text(pa.array(lines, pa.large_string())), vectors
-
-
-def _read_parquet(key: str, config: PretrainedConfig) -> tuple[pa.Array, np.ndarray]:
-    try:
-        with open(config.path, "rb") as opened:  # Arrow would open the path as a URL if it is no file
-            table = pyarrow.parquet.ParquetFile(opened).read()
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{key}: {_fault(error, config.path)}") from None
-    of_lists = [
-        pa.types.is_list(one) or pa.types.is_large_list(one) or pa.types.is_fixed_size_list(one)
-        for one in table.schema.types
-    ]
-    if sorted(of_lists) != [False, True]:
-        raise ConfigError(
-            f"{key}: {config.path} has the columns {', '.join(table.column_names)}; it must have two, the values of "
-            f"'{key.rpartition('.')[2]}' and lists of numbers"
-        )
-    lists = table.column(of_lists.index(True)).combine_chunks()
-    if pa.types.is_fixed_size_list(lists.type):
-        lists = lists.cast(pa.list_(lists.type.value_type))
-    widths = pc.unique(pc.list_value_length(lists))
-    if len(widths) != 1 or not widths[0].as_py() or lists.flatten().null_count:
-        raise ConfigError(f"{key}: the vectors of {config.path} must all have the same width, without gaps")
-    values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
-    ids = as_text(flatten(table.column(of_lists.index(False))))
-    if ids.null_count:
-        raise ConfigError(f"{key}: {config.path} has an empty id")
-    return ids, values.reshape(len(lists), widths[0].as_py())
-
-
-def _fault(error: Exception, path: str) -> str:
-    if is_storage_fault(error):
-        with naming(Path(path)):
-            raise error
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or path}: {error.strerror.lower()}"
-    return f"{path}: {str(error).splitlines()[0]}"
+        with reading_file(path, ConfigError), open(path, "rb") as opened:  # Arrow would take a path for a URL
+            data = pyarrow.parquet.ParquetFile(opened).read()
+        lists, names = [is_list(one) for one in data.schema.types], data.column_names
+        if sorted(lists) != [False, True]:
+            what = f"the values of '{key.rpartition('.')[2]}' and lists of numbers"
+            raise ConfigError(f"{path} has the columns {', '.join(names)}; it must have two, {what}")
+        table = Table(path, data, names, lambda row: row + 1)
+        ids, vectors = table.unique_ids(names[lists.index(False)]), read_lists(table, names[lists.index(True)])
+        if (without := np.isnan(vectors[:, 0])).any():
+            raise table.fault(int(without.argmax()), "has no vector")
+        return ids, vectors
+    except (InputError, pa.ArrowException) as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def load_pretrained(

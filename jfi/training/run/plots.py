@@ -33,7 +33,7 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
     """Plots four metrics over the epochs, with the best epoch and its test metrics, as a PNG.
 
     They are loss, NE, AUC and AUC per user, or those of a regression. Where another metric selects the best epoch, it
-    takes the place of the last one. A dotted line is where the data has changed.
+    replaces the last one. A dotted line is where the data has changed.
 
     Args:
         log: the lines of metrics.jsonl.

@@ -19,7 +19,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,9 @@ from jfi.training.config import Config, ConfigError
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.defaults import resolved_as
 from jfi.training.distributed.processes import World
-from jfi.utils.files import unfinished_name, write_file
+from jfi.utils.files import LOCK, locking, unfinished_name, write_file
 from jfi.utils.json_files import read_json
 from jfi.utils.versions import versions
-from jfi.utils.writer_lock import LOCK, LockedError, acquire, release
 
 #: Seconds that a restarted process waits for the one that it replaces to be gone.
 _PATIENCE = 30.0
@@ -104,7 +103,7 @@ class RunFolder:
 
     @classmethod
     def holds(cls, config: Config) -> bool:
-        """Returns whether `config.training.run_dir` is the folder of a run with this config, once it is settled."""
+        """Returns whether `config.training.run_dir` is the folder of a run with this config, once it is resolved."""
         path = config.training.run_dir
         if path is None or not cls(Path(path)).config.is_file():
             return False
@@ -147,18 +146,13 @@ def writing_run(path: Path, world: World) -> Iterator[None]:
     Raises:
         ConfigError: another process holds it; the message names the process and the host.
     """
-    held: list[int] = []
-    world.on_first(lambda: held.append(_acquire(path)))
-    try:
-        yield
-    finally:
-        for descriptor in held:
-            release(descriptor)
-
-
-def _acquire(path: Path) -> int:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    try:
-        return acquire(path, _PATIENCE if restarted else 0.0)
-    except LockedError as holder:
-        raise ConfigError(f"{path}: {holder} is writing this run") from None
+
+    def lock() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        patience = _PATIENCE if restarted else 0.0
+        held.enter_context(locking(path / LOCK, lambda by: ConfigError(f"{path}: {by} is writing this run"), patience))
+
+    with ExitStack() as held:
+        world.on_first(lock)
+        yield

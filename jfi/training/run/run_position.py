@@ -59,7 +59,7 @@ class RunPosition(msgspec.Struct, forbid_unknown_fields=True):
         unknown: by column the share of the test split without a known value, see `jfi.training.metrics.unknown_values`.
         start: by split the metrics of a warm start before its first step.
         newest: time of the newest training sample.
-        follow: the place in the log that the run follows, see `jfi.follow.loop`; empty for a run that follows none.
+        follow: the position in the log that the run follows, see `jfi.follow.loop`; empty for a run that follows none.
     """
 
     epoch: Count = 0
@@ -225,7 +225,7 @@ user, set training.monitor: user_auc
     def forget_best(self, log: list[dict], data: str, config: Config) -> str | None:
         """Forgets the best metric if it is of other data or another monitor; returns a line that says so, or None.
 
-        The best checkpoint, with its calibration, stays until the next evaluation takes its place.
+        The best checkpoint, with its calibration, stays until the next evaluation replaces it.
 
         Args:
             log: the lines of metrics.jsonl.
@@ -297,7 +297,7 @@ def last_progress(run: RunFolder) -> tuple[Path | None, RunPosition]:
 
 
 #: Where the run and its data are.
-_PLACES = {"training.run_dir", "data.prepared", *(f"data.{name}" for name in FILES)}
+_PATHS = {"training.run_dir", "data.prepared", *(f"data.{name}" for name in FILES)}
 
 
 def check_config(
@@ -325,15 +325,12 @@ def describe_changes(config: Config, progress: RunPosition, matters: Callable[[s
 
 
 def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of the dataclass `section` that differ from `old`, each with both values; but for paths of tables.
-
-    `old` may be of another version of jfi.
-    """
+    """The fields of the dataclass `section` that differ from `old`, each with both values; but for paths of tables."""
     for name in [item.name for item in dataclasses.fields(section) if item.name in old]:
         value, key = getattr(section, name), f"{prefix}{name}"
         if dataclasses.is_dataclass(value):
             yield from config_changes(old[name], value, f"{key}.")
-        elif key not in _PLACES and (key, old[name]) != ("sharding.exchange", "auto"):  # settled since
+        elif key not in _PATHS and (key, old[name]) != ("sharding.exchange", "auto"):  # resolved since
             was, now = json.dumps(old[name]), json.dumps(dataclasses.asdict(section)[name])
             if json.loads(was) != json.loads(now):  # 1 is 1.0: the YAML of a whole number is that of a float
                 yield key, f"{key} was {was} and is {now}"

@@ -29,8 +29,8 @@ from jfi.models import SequenceDLRM
 from jfi.training.config import ConfigError, TrainingConfig
 from jfi.training.metrics.calibration import Calibration, calibrate
 from jfi.training.metrics.label_metrics import Predictions
-from jfi.training.metrics.ranked_positives import RankedPositives
-from jfi.training.metrics.unknown_values import UnknownCounts, UnknownShares
+from jfi.training.metrics.ranking import RankedPositives
+from jfi.training.metrics.unknown_values import UnknownShares
 from jfi.utils.display import Display
 from jfi.utils.files import naming, temporary_folder, writing_file
 
@@ -165,7 +165,7 @@ def scored(
             score = new_map(files / "score.npy", np.float32, (rows.num_rows, *width))
             user = new_map(files / "user.npy", np.int64, rows.num_rows)
             positives = RankedPositives(rows, files, config, evaluate) if implicit else None
-        unknown = UnknownCounts()
+        unknown = UnknownShares(0, {})
         total = rows.num_rows + (0 if positives is None else positives.num_samples)
         with Display("predict", total, unit="rows" if positives is None else "samples") as display:
 
@@ -187,11 +187,11 @@ def scored(
                     chosen = batches.order.part(number, 0, 1).samples
                     score[rows.rows[chosen]] = logits.cpu().numpy()
                     user[rows.rows[chosen]] = rows.dataset.arrays().events.user[samples[chosen]]
-                unknown.add(rows.dataset, "rows")
+                unknown = UnknownShares.of(rows.dataset, "rows")
             if positives is not None:
                 positives.score(rows, run, batch_size, device)
-        unknown.shares().warn(expected or {})
-        yield Scores(rows, score, schema.labels, user, unknown.shares(), positives, calibration)
+        unknown.warn(expected or {})
+        yield Scores(rows, score, schema.labels, user, unknown, positives, calibration)
 
 
 def check_out(out: str | Path | None, option: str = "--out") -> Path | None:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
-from tqdm import tqdm
 
 from jfi.data import InteractionDataset
 from jfi.data.prepared.summary import date_of
@@ -55,8 +54,7 @@ def newer_samples(config: Config, dataset: InteractionDataset, world: World) -> 
     line = f"training.rows_after: {counts} training samples are newer than {date_of(after) or after}"
     if not newer.num_samples("train"):
         raise ConfigError(f"{line}; name a table with newer rows, or set training.rows_after: null")
-    if world.is_first:
-        tqdm.write(f"{line}; older rows are only events of histories")
+    world.say(f"{line}; older rows are only events of histories")
     return newer
 
 
@@ -114,9 +112,8 @@ class RunState:
             # Sharded tables have state that counts steps, which starts anew.
             state = {name: value for name, value in self.model.state_dict().items() if name in unsharded}
             self._warm = warm_start(warm, state, tables, dataset.schema)
-            if world.is_first:
-                counts = ", ".join(f"{name} {int(rows.sum())}/{len(rows)}" for name, rows in self._warm.items())
-                tqdm.write(f"warm start from {warm}: rows of known ids: {counts}")
+            counts = ", ".join(f"{name} {int(rows.sum())}/{len(rows)}" for name, rows in self._warm.items())
+            world.say(f"warm start from {warm}: rows of known ids: {counts}")
         names = {table.name: name for name, table in tables.items()}
         self._table_configs = tables
         #: By column the name of its table's parameter.

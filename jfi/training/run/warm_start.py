@@ -111,8 +111,6 @@ def _rows_after(path: str | Path, config: Config, best: BestEpoch) -> tuple[floa
         why = f", since with data.split: {by_user[0]} new rows of a user may be older than rows of another"
     elif best.epoch < 1:
         why = f", since the best evaluation of {path} lies within its first epoch, which has seen only part of its rows"
-    elif after is None:
-        why = f", since {path} does not say which rows it has trained on"
     else:
         why = ", the newest row that the run of training.warm_start has trained on"
     which = "all rows" if after is None else f"rows newer than {date_of(after) or after}"

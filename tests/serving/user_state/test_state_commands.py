@@ -19,7 +19,7 @@ def test_a_run_whose_log_has_moved_says_how_to_name_another(tmp_path, capsys):
     own = {"interactions": log, "user": "user", "item": "item", "timestamp": "time", "label": "like"}
     names = [word for name, value in own.items() for word in (f"--data.{name}", str(value))]
     run = tmp_path / "run"
-    train(parse_config([*TINY, *names, "--encoder.num_layers", "0", "--training.run_dir", str(run)], "")[0])
+    train(parse_config([*TINY, *names, "--encoder.num_layers", "0", "--training.run_dir", str(run)])[0])
     commands.run("state", "load", "--run", run, "--state", state)
     assert "20 events of 2 users" in capsys.readouterr().out
     log.rename(moved := tmp_path / "moved.parquet")
