@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 335,
     "baselines": 350,
-    "cli": 1615,
+    "cli": 1585,
     "cpu": 922,
     "cuda_graphs": 780,
     "data": 8327,
@@ -22,7 +22,7 @@ BUDGET = {
     "modules": 2527,
     "ops": 2065,
     "semantic_ids": 1762,
-    "serving": 7673,
+    "serving": 7551,
     "table1": 1135,
     "tables": 3117,
     "training": 7173,

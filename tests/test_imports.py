@@ -164,7 +164,7 @@ def test_an_import_changes_no_setting_of_the_process():
         *FORBIDDEN,
         "jfi.distributed",
         "jfi.serving",
-        "jfi.serving.server.json_lines",
+        "jfi.serving.scorer",
     ]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in run.stdout.splitlines()]
