@@ -16,7 +16,7 @@ BUDGET = {
     "distributed": 2185,
     "events": 2336,
     "follow": 1621,
-    "history_policies": 1783,
+    "history_policies": 1711,
     "kernels": 6762,
     "models": 874,
     "modules": 2527,
