@@ -4,8 +4,8 @@ python -m benchmarks.online_shoppers online_shoppers_intention.csv
 
 The table is UCI's "Online Shoppers Purchasing Intention" (Sakar et al. 2018; 12,330 sessions, a line each, 15.5 % of
 them with a purchase): the seconds that a session spent on pages of three kinds. Each session with a page of a kind is
-an event on that surface, and `jfi.history_policies.fit` is given nothing else. Its relevance by session is compared
-with the same numbers computed from the table's columns, without jfi.
+an event on that surface, and `jfi.history_policies.fit` is given nothing else. The information is that of the table's
+columns, 0 seconds without such a page, computed without jfi.
 """
 
 import argparse
@@ -54,15 +54,12 @@ def main() -> None:
     pages, seconds, purchase = read_sessions(parser.parse_args().path)
     policy = fit_sessions(pages, seconds, purchase)
     print(f"{len(purchase):,} sessions, {purchase.mean():.2%} with a purchase")
-    print("| kind of page | information, % of the entropy | by the definition | slope | log-odds by bin of dwell |")
-    print("|---|---|---|---|---|")
+    print("| kind of page | information, % of the entropy | slope | log-odds by bin of dwell |")
+    print("|---|---|---|---|")
     for kind, report, dwell in zip(KINDS, policy.surface_reports, seconds, strict=True):
-        share = report.session_information / report.session_entropy
         odds = [f"{x:+.2f}" for x, events in zip(report.log_odds, report.events, strict=True) if events]
-        print(
-            f"| {kind} | {100 * share:.2f} | {100 * share_of_entropy(dwell, purchase):.2f} "
-            f"| {report.slope:.2f} | {' '.join(odds)} |"
-        )
+        share = share_of_entropy(dwell, purchase)
+        print(f"| {kind} | {100 * share:.2f} | {report.slope:.2f} | {' '.join(odds)} |")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ COMMANDS = {
     "prepare": ("prepare", "turn tables of any length into a dataset that opens at once"),
     "compare": ("compare", "train without histories and with each pooling, and baselines such as boosting"),
     "export": ("export", "export a run as an artifact to serve"),
-    "serve": ("serve", "serve an artifact over HTTP, or answer JSON lines"),
+    "serve": ("serve", "serve an artifact over HTTP"),
     "state": ("state", "fill, export or migrate the events of users that a server keeps"),
     "semantic-ids": ("semantic_ids", "turn the content of items into semantic IDs"),
     "policy": ("policy", "fit which events of a history are worth computing, from dwell times"),

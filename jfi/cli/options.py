@@ -30,14 +30,12 @@ _EXPORT = """Exports a trained run as an artifact, which `jfi serve` serves.
 jfi export --run runs/20250101-120000
 jfi export --run runs/20250101-120000 --out artifacts/clicks --tables int8 --device cuda
 """
-_SERVE = """Serves an artifact of `jfi export` over HTTP, or answers JSON lines.
+_SERVE = """Serves an artifact of `jfi export`, or the versions that a trainer publishes, over HTTP.
 
 jfi serve --artifact ARTIFACT --port 8000
-jfi serve --artifact ARTIFACT --jsonl < requests.jsonl > answers.jsonl
 jfi serve --follow RUN/published --port 8000
 
-On SIGHUP the HTTP server loads the folder again, without interrupting requests. With --jsonl SIGHUP ends the process as
-SIGTERM does: all requests that have been read are answered.
+On SIGHUP the server loads the artifact's folder again, without interrupting requests.
 
 An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
 to the folder, --sha256 refuses any that does not have the SHA-256 that `jfi export` has printed.
@@ -232,8 +230,6 @@ def serve() -> OptionParser:
     parser.add_argument("--at", type=at_least_one, metavar="VERSION", help=at)
     sums = "SHA-256 that `jfi export` has printed, or a file of them, one a line, read at each swap; others are refused"
     parser.add_argument("--sha256", metavar="HEX|FILE", help=sums)
-    lines = "read requests from stdin and write answers to stdout, one per line"
-    parser.add_argument("--jsonl", action="store_true", help=lines)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for a free one")
     tables = "device of the embedding tables (default: the model's)"

@@ -9,12 +9,10 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from queue import SimpleQueue
-from typing import BinaryIO
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
@@ -73,23 +71,6 @@ def known_sums(given: str | None) -> set[str] | None:
     if not known.split():
         raise ArtifactError(f"--sha256 {given}: has no SHA-256")
     return set(known.lower().split())
-
-
-def open_stdin() -> BinaryIO:
-    """Opens standard input again: at exit Python would wait for a thread that reads from sys.stdin."""
-    return open(sys.stdin.fileno(), "rb", closefd=False)
-
-
-def answer_stdin(options: argparse.Namespace, limits: dict) -> None:
-    from jfi.serving.server.json_lines import answer_lines
-
-    incoming: SimpleQueue = SimpleQueue()
-    end = partial(incoming.put, None)
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # under nohup
-    scorer = load_artifact(options, open_state(options))
-    signal.signal(signal.SIGTERM, lambda *_: end())
-    with nullcontext() if is_ignored else handling_hangups(end):
-        answer_lines(scorer, open_stdin(), sys.stdout.buffer, incoming=incoming, **limits)
 
 
 def most_connections(wanted: int) -> int:
@@ -156,11 +137,8 @@ def serve(options: argparse.Namespace, limits: dict) -> None:
 
 def main(options: argparse.Namespace) -> None:
     """Serves until SIGTERM or Ctrl-C."""
-    needed = ("orjson",) if options.jsonl else ("orjson", "aiohttp", "prometheus_client")
-    if absent := [name for name in needed if find_spec(name) is None]:
+    if absent := [name for name in ("orjson", "aiohttp", "prometheus_client") if find_spec(name) is None]:
         raise InputError(f"jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'")
-    if options.jsonl and options.follow is not None:
-        raise InputError("--jsonl takes --artifact; --follow needs the HTTP server")
     if options.at is not None and options.follow is None:
         raise InputError("--at is a version of --follow FOLDER")
     limits = {
@@ -172,4 +150,4 @@ def main(options: argparse.Namespace) -> None:
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.
     gc.set_threshold(100_000)
     with raise_on_sigterm():
-        (answer_stdin if options.jsonl else serve)(options, limits)
+        serve(options, limits)

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from jfi.history_policies.policy import Policy, SegmentReport, SurfaceReport
 from jfi.utils.figures import save_figure, widen_axis
 
-_EVENT, _SESSION = "#0b5394", "#9ab3c9"
+_COLOR = "#0b5394"
 #: Surfaces that are drawn, those with the most events.
 _MOST = 8
 #: Least span of the axis of log-odds, so that noise does not fill it.
@@ -29,10 +29,6 @@ def describe(policy: Policy) -> str:
         cap = "any" if one.cap is None else f"{one.cap:,}"
         boosted = ", boosted" if one.boosted else ""
         lines.append(f"{one.name:18}{one.users:10,}{one.events:14,}{rate:13.2%}{one.removed:9.1%}  {cap}{boosted}")
-    if policy.agreement is not None:
-        tried = ", ".join(f"{k}: {_number(value, '.2f')}" for k, value in policy.silhouettes.items())
-        halves = f"{policy.agreement:.1%} of users ({policy.agreement_by_chance:.1%} by chance)"
-        lines.append(f"both halves of the time agree on the segment of {halves}; silhouette by segments: {tried}")
     lines.append(f"the newest {policy.newest} events of a history stay, whatever their cell")
     lines += policy.notes
     for g, surface in enumerate(policy.surfaces):
@@ -45,17 +41,11 @@ def describe(policy: Policy) -> str:
                 for odds, keep, events in zip(report.log_odds, report.keep, report.events, strict=True)
             ]
             lines.append(f"{report.segment:{width}}" + "".join(f"{cell:>9}" for cell in cells))
-            share, of_sessions = (
-                f"{100 * information / entropy:.2f} %" if entropy else "nothing"
-                for information, entropy in (
-                    (report.information, report.entropy),
-                    (report.session_information, report.session_entropy),
-                )
-            )
+            share = f"{_share(report):.2f} %" if report.entropy else "nothing"
             model = "no model"
             if report.slope is not None:
                 model = f"log-odds = {report.intercept:.2f} {report.slope:+.2f} log(1 + dwell)"
-            lines.append(f"{'':{width}}  dwell tells {share} of a conversion, a session's dwell {of_sessions}; {model}")
+            lines.append(f"{'':{width}}  mutual information of dwell and conversion: {share} of the entropy; {model}")
     return "\n".join(lines)
 
 
@@ -63,8 +53,9 @@ def _seconds(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "none" if value is None or not np.isfinite(value) else f"{value:{form}}"
+def _share(report: SurfaceReport) -> float:
+    """The information of dwell about a conversion, in percent of its entropy."""
+    return 100 * report.information / report.entropy if report.entropy else 0.0
 
 
 def draw_policy(policy: Policy, title: str, path: Path) -> None:
@@ -144,15 +135,9 @@ def _draw_surface(
 
 
 def _draw_information(axes: Axes, reports: list[SurfaceReport]) -> None:
-    rows = np.arange(len(reports))
-    for offset, color, label, kind in ((-0.2, _EVENT, "an event's", ""), (0.2, _SESSION, "a session's", "session_")):
-        shares = []
-        for report in reports:
-            information, entropy = getattr(report, f"{kind}information"), getattr(report, f"{kind}entropy")
-            shares.append(100 * information / entropy if entropy else 0.0)
-        bars = axes.barh(rows + offset, np.maximum(shares, 0), 0.38, color=color, label=label)
-        axes.bar_label(bars, [f"{share:.2f}" for share in shares], fontsize=8, padding=2)
+    shares = [_share(report) for report in reports]
+    bars = axes.barh(np.arange(len(reports)), np.maximum(shares, 0), 0.6, color=_COLOR)
+    axes.bar_label(bars, [f"{share:.2f}" for share in shares], fontsize=8, padding=2)
     axes.set_xlabel("information of dwell about a conversion (% of its entropy)")
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)

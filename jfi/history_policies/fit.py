@@ -9,8 +9,8 @@ import numpy as np
 from jfi.history_policies.fit_options import budgets_of, caps_of, check, check_names
 from jfi.history_policies.log import EventLog, OrderedLog
 from jfi.history_policies.policy import Policy, SegmentReport, SurfaceReport
-from jfi.history_policies.relevance import Cells, bins_of, fit_logistic, information, learn_edges, log_odds
-from jfi.history_policies.segments import Segments, learn_segments, statistics_of
+from jfi.history_policies.relevance import Cells, fit_logistic, information, learn_edges, log_odds
+from jfi.history_policies.segments import learn_segments, statistics_of
 
 
 def fit(
@@ -67,7 +67,7 @@ def fit(
     ordered, surfaces = events.ordered, tuple(events.surfaces)
     first = ordered.first
     statistics = statistics_of(ordered, len(surfaces), first[:-1], first[1:])
-    segments, silhouettes = learn_segments(statistics, num_segments, seed)
+    segments = learn_segments(statistics, num_segments, seed)
     names = segments.names
     budgets, most = budgets_of(remove, threshold, names), caps_of(caps, newest, names)
     check_names("boost", boost, names)
@@ -94,8 +94,7 @@ def fit(
             # A surface may have fewer bins than others; that of unknown dwell comes last.
             bins = [*range(len(counts.edges[g]) + 1), -1]
             columns: list[Any] = [tuple(column[g, bins].tolist()) for column in (own, ones, odds, ~removed, weight)]
-            by_session = counts.sessions[:, members, g].sum(1)
-            columns += [*information(seen[g], hits[g]), *information(*by_session), *counts.model(members, g)]
+            columns += [*information(seen[g], hits[g]), *counts.model(members, g)]
             surface_reports.append(SurfaceReport(name, surface, *columns))
     return Policy(
         surfaces,
@@ -104,19 +103,16 @@ def fit(
         segments,
         tuple(segment_reports),
         tuple(surface_reports),
-        silhouettes,
-        *_agreement(ordered, segments, len(surfaces)),
         tuple(notes),
     )
 
 
 class _Counts:
-    """Counts of events and sessions by segment, surface and bin of dwell, the bin of unknown dwell last.
+    """Counts of events by segment, surface and bin of dwell, the bin of unknown dwell last.
 
     Attributes:
         edges: by surface, the borders of its bins.
         events, conversions: `[K, G, bins]`.
-        sessions: `[2, K, G, bins]`, sessions and those with a conversion, by their dwell on the surface.
     """
 
     def __init__(
@@ -129,20 +125,7 @@ class _Counts:
         num_bins: int,
     ) -> None:
         self._log, self._conversion, self._segment = log, conversion, of_user[log.owner]
-        # Of each session: its user's segment, and whether any of its events has a conversion.
-        of_session = np.zeros(log.num_sessions, np.int64)
-        of_session[log.session] = self._segment
-        converts = np.bincount(log.session[conversion], minlength=log.num_sessions) > 0
-        self.sessions = np.zeros((2, num_segments, num_surfaces, num_bins + 1), np.int64)
-        self.edges = []
-        for g in range(num_surfaces):
-            (rows,) = (log.surface == g).nonzero()
-            self.edges.append(learn_edges(log.dwell[rows], num_bins))
-            total = _session_dwell(log.session[rows], log.dwell[rows], log.num_sessions)
-            bins = bins_of(total, learn_edges(total, num_bins))
-            selections: tuple[Any, Any] = (slice(None), converts)
-            for table, chosen in zip(self.sessions, selections, strict=True):
-                table[:, g] = _table(of_session[chosen], bins[chosen], num_segments, num_bins + 1)
+        self.edges = [learn_edges(log.dwell[log.surface == g], num_bins) for g in range(num_surfaces)]
         cells = Cells(self.edges)(log.surface, log.dwell)
         shape = num_segments, num_surfaces, max(map(len, self.edges)) + 2
         known = log.surface >= 0
@@ -163,15 +146,6 @@ def _table(segment: np.ndarray, code: np.ndarray, num_segments: int, num_codes: 
     return np.bincount(index, minlength=num_segments * num_codes).reshape(num_segments, num_codes)
 
 
-def _session_dwell(session: np.ndarray, dwell: np.ndarray, num_sessions: int) -> np.ndarray:
-    """`[num_sessions]` the sum of the known dwell of each, 0 without events, NaN where all dwell is missing."""
-    missing = np.isnan(dwell)
-    total = np.bincount(session, weights=np.where(missing, 0, dwell), minlength=num_sessions).astype(np.float32)
-    visits = np.bincount(session, minlength=num_sessions)
-    total[(visits > 0) & (visits == np.bincount(session[missing], minlength=num_sessions))] = np.nan
-    return total
-
-
 def _weights(odds: np.ndarray, max_weight: float) -> np.ndarray:
     """exp(log-odds), clipped; rounded to the float32 of the tables, which JSON and GPUs read alike."""
     weight = np.exp(np.clip(odds, -log(max_weight), log(max_weight)))
@@ -186,21 +160,6 @@ def _cheapest(odds: np.ndarray, events: np.ndarray, budget: float) -> np.ndarray
     removed = np.zeros(odds.size, bool)
     removed[order[fits]] = True
     return removed.reshape(odds.shape)
-
-
-def _agreement(log: OrderedLog, segments: Segments, num_surfaces: int) -> tuple[float | None, float | None]:
-    """The share of users in the same segment by both halves of the time, and by chance; None without such users."""
-    middle = (log.time.min() + log.time.max()) / 2
-    older = np.append(0, np.cumsum(log.time <= middle))
-    first, end = log.first[:-1], log.first[1:]
-    border = first + older[end] - older[first]
-    both = (border > first) & (border < end)
-    if not both.any():
-        return None, None
-    ranges = ((first[both], border[both]), (border[both], end[both]))
-    halves = [segments.assign(statistics_of(log, num_surfaces, *one)) for one in ranges]
-    shares = [np.bincount(half, minlength=len(segments.names)) / len(half) for half in halves]
-    return float((halves[0] == halves[1]).mean()), float((shares[0] * shares[1]).sum())
 
 
 def _notes(events: EventLog) -> list[str]:

@@ -148,11 +148,6 @@ class OrderedLog(OrderedEvents):
         events = OrderedEvents.of(time, log.surface[order], log.dwell[order], session)
         return OrderedLog(time, events.surface, events.dwell, session, order, first, owner)
 
-    @property
-    def num_sessions(self) -> int:
-        """Sessions of all users."""
-        return int(self.session.max(initial=-1)) + 1
-
     def moments(self) -> np.ndarray:
         """`[N]`, the first event of the same user and time as each event: what lies before it is strictly older."""
         begins = np.ones(len(self.owner), bool)

@@ -19,7 +19,7 @@ from jfi.utils.errors import suggest
 from jfi.utils.files import DamagedFileError, reading_file, write_file
 from jfi.utils.json_files import decode_json
 
-_FORMAT = "jfi history policy 2"
+_FORMAT = "jfi history policy 3"
 #: Rows whose statistics are computed together.
 _ROWS = 1 << 21
 
@@ -67,9 +67,6 @@ class SurfaceReport(Struct, frozen=True, forbid_unknown_fields=True):
         weight: as how many events an event counts.
         information: corrected mutual information of an event's bin and its conversion, in nats.
         entropy: of an event's conversion, in nats.
-        session_information: the same as `information` for the sessions: their dwell on this surface, 0 where they were
-            not there, and whether any of their events has a conversion.
-        session_entropy: of that.
         intercept: of logit P(conversion) = intercept + slope · log(1 + dwell); None where nothing could be fitted.
         slope: of that.
     """
@@ -83,8 +80,6 @@ class SurfaceReport(Struct, frozen=True, forbid_unknown_fields=True):
     weight: tuple[Weight, ...]
     information: float
     entropy: float
-    session_information: float
-    session_entropy: float
     intercept: float | None
     slope: float | None
 
@@ -99,10 +94,6 @@ class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
         segments: K segments, the least active one first.
         segment_reports: one for each of the segments.
         surface_reports: K · G, surface by surface of the first segment, then of the next.
-        silhouettes: by number of segments that was tried.
-        agreement: share of users that both halves of the time put into the same segment; None where no user has events
-            in both.
-        agreement_by_chance: the share that would agree if the halves were independent.
         notes: what was clipped and where the policy falls back, in sentences.
         format: of the file.
 
@@ -116,9 +107,6 @@ class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     segments: Segments
     segment_reports: tuple[SegmentReport, ...]
     surface_reports: tuple[SurfaceReport, ...]
-    silhouettes: dict[int, float | None]
-    agreement: float | None
-    agreement_by_chance: float | None
     notes: tuple[str, ...]
     format: str = _FORMAT
 
@@ -269,11 +257,11 @@ class Policy(Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the policy, in hexadecimal: two runs with the same one remove and boost the same."""
-        return hashlib.sha256(json.dumps(to_builtins(self, str_keys=True), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(to_builtins(self), sort_keys=True).encode()).hexdigest()
 
     def save(self, path: Path | str) -> None:
         """Writes the policy as JSON, whole or not at all."""
-        write_file(Path(path), _text(to_builtins(self, str_keys=True), "\n") + "\n")
+        write_file(Path(path), _text(to_builtins(self), "\n") + "\n")
 
     @staticmethod
     def load(path: Path | str) -> "Policy":

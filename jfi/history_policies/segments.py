@@ -149,10 +149,8 @@ def names_of(count: int) -> tuple[str, ...]:
     return known.get(count) or tuple(f"activity {i + 1} of {count}" for i in range(count))
 
 
-def learn_segments(
-    statistics: np.ndarray, num_segments: int | None, seed: int
-) -> tuple[Segments, dict[int, float | None]]:
-    """Segments by k-means on standardized statistics `[6, U]`, and the silhouette of each number that was tried.
+def learn_segments(statistics: np.ndarray, num_segments: int | None, seed: int) -> Segments:
+    """Segments by k-means on standardized statistics `[6, U]`.
 
     Args:
         statistics: one column a user, without NaN in the first row.
@@ -176,24 +174,27 @@ def learn_segments(
     points = Segments(names_of(1), mean, scale, (mean,)).standardize(statistics).T
     points = _sample(points, _FITTED, rng).astype(np.float64)
     distinct = len(np.unique(points, axis=0))
-    if num_segments is None:
-        tried = [k for k in range(2, 9) if k <= distinct] or [1]
-    elif num_segments > distinct:
+    if num_segments is not None and num_segments > distinct:
         raise ValueError(f"num_segments is {num_segments}, but there are only {distinct} users with different habits")
-    else:
-        tried = [num_segments]
-    compared, found, silhouettes = _sample(points, _COMPARED, rng), {}, {}
-    for k in tried:
+    compared = _sample(points, _COMPARED, rng)
+
+    def cluster(k: int) -> KMeans:
         with threadpool_limits(1):  # threads add in another order each time
-            model = KMeans(k, n_init=_RESTARTS, random_state=seed).fit(points)
+            return KMeans(k, n_init=_RESTARTS, random_state=seed).fit(points)
+
+    def silhouette(model: KMeans) -> float:
+        with threadpool_limits(1):
             labels = model.predict(compared)
-        centers = model.cluster_centers_
-        centers = centers[np.lexsort(centers.T[::-1])].astype(np.float32).tolist()
-        found[k] = Segments(names_of(k), mean, scale, tuple(map(tuple, centers)))
         several = 1 < len(np.unique(labels)) < len(labels)
-        silhouettes[k] = float(silhouette_score(compared, labels)) if several else None
-    best = max(tried, key=lambda k: (silhouettes[k] if silhouettes[k] is not None else -2.0, -k))
-    return found[best], silhouettes
+        return float(silhouette_score(compared, labels)) if several else -2.0
+
+    if num_segments is None and distinct > 1:
+        model = max(map(cluster, range(2, min(8, distinct) + 1)), key=silhouette)
+    else:
+        model = cluster(num_segments or 1)
+    centers = model.cluster_centers_
+    centers = centers[np.lexsort(centers.T[::-1])].astype(np.float32).tolist()
+    return Segments(names_of(len(centers)), mean, scale, tuple(map(tuple, centers)))
 
 
 def _sample(points: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:

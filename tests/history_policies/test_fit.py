@@ -7,7 +7,6 @@ from math import exp, log
 import numpy as np
 import pytest
 from history_policies.logs import EVENTS, SURFACES, make_log, planted
-from history_policies.test_log_and_segments import loop_sessions
 from hypothesis import assume, given, settings
 
 from jfi.history_policies import EventLog, Policy, fit
@@ -56,8 +55,6 @@ def test_counts_and_relevance_are_those_of_a_loop(rows):
     conversion = np.array([row[4] for row in rows])
     policy = fit(make_log(rows), conversion, num_segments=1, num_bins=4, remove=0.4, newest=1, boost=["all"])
     rate = sum(row[4] for row in known) / len(known)
-    keys = loop_sessions(rows, None)
-    converting = {key for key, row in zip(keys, rows, strict=True) if row[4]}
     cells = []
     for g, report in enumerate(policy.surface_reports):
         assert (report.segment, report.surface) == ("all", SURFACES[g])
@@ -77,23 +74,6 @@ def test_counts_and_relevance_are_those_of_a_loop(rows):
         if own:
             pairs = [(b, row[4]) for b, row in zip(bins, own, strict=True)]
             assert (report.information, report.entropy) == pytest.approx(loop_information(pairs), abs=1e-9)
-        # Sessions by their total dwell on the surface.
-        total = {}
-        for key, row in zip(keys, rows, strict=True):
-            have, missing, visits = total.get(key, (0.0, 0, 0))
-            if row[2] == g:
-                lacks = row[3] != row[3]
-                have, missing, visits = have + (0 if lacks else clipped(row[3])), missing + lacks, visits + 1
-            total[key] = have, missing, visits
-        dwell = {
-            key: np.nan if visits and missing == visits else have for key, (have, missing, visits) in total.items()
-        }
-        borders = loop_edges([*dwell.values()], 4)
-        pairs = [
-            (sum(np.float32(d) >= e for e in borders) if d == d else -1, k in converting) for k, d in dwell.items()
-        ]
-        found = report.session_information, report.session_entropy
-        assert found == pytest.approx(loop_information(pairs), abs=1e-9)
     # By rising relevance as long as the budget holds.
     budget, filled = 0.4 * len(known), [cell for cell in sorted(cells) if cell[3]]
     spent, open_ = 0, True

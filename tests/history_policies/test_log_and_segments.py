@@ -68,7 +68,7 @@ def test_sessions_and_statistics_are_those_of_a_loop(rows, session):
     of = {}
     for place, row in enumerate(ordered.order):
         assert of.setdefault(ordered.session[place], keys[row]) == keys[row]
-    assert len(of) == len({*keys}) == ordered.num_sessions
+    assert len(of) == len({*keys}) == len({*ordered.session})
 
     found = statistics_of(ordered, 3, ordered.first[:-1], ordered.first[1:])
     assert found.shape == (len(STATISTICS), len({row[0] for row in rows}))
@@ -134,17 +134,14 @@ def test_segments_are_the_planted_ones(policy):
     assert users.tolist() == list(range(300))
     assert policy.segments.names == ("passive", "active")
     assert (of == active).mean() > 0.99
-    assert policy.agreement > 0.9 > policy.agreement_by_chance
 
 
 def test_the_silhouette_finds_the_number_of_segments():
     rng = np.random.default_rng(0)
     centers = np.eye(6)[:4] * 10
     points = (centers[np.arange(400) % 4] + rng.normal(0, 0.3, (400, 6))).T.astype(np.float32)
-    segments, silhouettes = learn_segments(points, None, seed=0)
+    segments = learn_segments(points, None, seed=0)
     assert len(segments.names) == 4 and segments.names[0] == "activity 1 of 4"
-    assert [*silhouettes] == [2, 3, 4, 5, 6, 7, 8]
-    assert max(silhouettes, key=silhouettes.get) == 4
     activity = [center[0] for center in segments.centers]
     assert activity == sorted(activity)
     assert (np.bincount(segments.assign(points)) == 100).all()

@@ -66,7 +66,7 @@ def damaged(tree: dict, *keys: object, value: object = None) -> dict:
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["format"], "jfi history policy 9", "format is 'jfi history policy 9', must be 'jfi history policy 2'"),
+        (["format"], "jfi history policy 9", "format is 'jfi history policy 9', must be 'jfi history policy 3'"),
         (["newest"], None, "missing required field `newest`"),
         (["newest"], -1, r"expected `int` >= 0 - at `\$.newest`"),
         (["newest"], "3", r"expected `int`, got `str` - at `\$.newest`"),

@@ -1,8 +1,6 @@
 """A run whose tables grow, from the table to the server: raw ids in requests, artifact and state of users."""
 
 import dataclasses
-import io
-import json
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +17,6 @@ from jfi.serving.published import Change
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, Schema, Table
 from jfi.serving.scorer import Scorer, StateSettings
-from jfi.serving.server.json_lines import answer_lines
 from jfi.serving.tables import FLOAT, INT8, RowsOfIds, load_tables, save_tables
 from jfi.serving.user_state.layout import EventLayout
 from jfi.serving.user_state.load import fill
@@ -97,9 +94,7 @@ def schema(run) -> Schema:
 
 
 def answers(scorer: Scorer, requests: list[dict]) -> np.ndarray:
-    lines, out = io.BytesIO("".join(json.dumps(one) + "\n" for one in requests).encode()), io.BytesIO()
-    answer_lines(scorer, lines, out, max_batch=64)
-    return np.array([json.loads(line)["scores"][0] for line in out.getvalue().splitlines()])
+    return np.array([scores[0] for scores in scorer.score([scorer.reader(one) for one in requests])])
 
 
 def test_requests_get_the_raw_ids_of_training(run):

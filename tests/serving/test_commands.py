@@ -32,9 +32,15 @@ pytest.importorskip("aiohttp")
 
 
 @contextmanager
-def server(*options: object, env: dict[str, str] | None = None, begun: Callable = lambda process: None):
+def server(
+    *options: object,
+    env: dict[str, str] | None = None,
+    begun: Callable = lambda process: None,
+    program: tuple[str, str] = ("-m", "jfi"),
+):
     """A process of `jfi serve` and the address it says; `begun` is called with the process when it has just begun."""
-    command = [sys.executable, "-u", "-m", "jfi", "serve", "--port", "0", "--drain-seconds", "0", *map(str, options)]
+    options = "serve", "--port", "0", "--drain-seconds", "0", *map(str, options)
+    command = [sys.executable, "-u", *program, *options]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=ROOT, text=True, env=env, **pipes)
     try:
@@ -114,10 +120,8 @@ def test_an_artifact_without_calibration_has_all_but_calibrated_scores(
     assert refused == (2, f"error: output is calibrated, but {why}, or choose probabilities\n")
     (logits,) = scorer.score([scorer.reader(request_body)])
     for output in ("logits", "probabilities"):
-        ended = subprocess.run(
-            [*command, output, "--jsonl"], cwd=ROOT, capture_output=True, text=True, input=json.dumps(request_body)
-        )
-        found = json.loads(ended.stdout)["scores"]
+        with server("--artifact", old, "--output", output) as (_, address):
+            found = post(address, request_body)["scores"]
         wanted = logits if output == "logits" else [1 / (1 + math.exp(-logit)) for logit in logits]
         assert found == pytest.approx(wanted, abs=1e-6)
     link = tmp_path / "current"
@@ -161,30 +165,23 @@ def test_the_limits_of_serve_are_those_of_its_options(exported, request_body):
         thread.join()
 
 
-def test_json_lines_need_neither_the_model_nor_training_nor_triton(exported, scorer, request_body):
-    """Float tables need no TorchRec either, and what comes by lines no aiohttp."""
-    script = f"""
+def test_a_server_needs_neither_the_model_nor_training_nor_triton(exported, scorer, request_body):
+    """Float tables need no TorchRec either."""
+    script = """
 import sys
-for absent in ("triton", "torchrec", "fbgemm_gpu", "pyarrow", "aiohttp"):
+for absent in ("triton", "torchrec", "fbgemm_gpu", "pyarrow"):
     sys.modules[absent] = None
 from jfi import cli
-assert cli.main(["serve", "--artifact", {str(exported.path)!r}, "--jsonl", "--max-body-mb", "1"]) == 0
+assert cli.main(sys.argv[1:]) == 0
 print(sorted(name for name in sys.modules if name.startswith("jfi.")))
 """
-    bodies = [request_body, request_body | {"candidates": []}, request_body]
-    lines = "".join(json.dumps(body) + "\n" for body in bodies) + "x" * 2**20 + "\n" + json.dumps(request_body)
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True, check=True)
-    *answers, modules = done.stdout.splitlines()
-    answers = [json.loads(answer) for answer in answers]
-    wanted = scorer.score([scorer.reader(request_body)])[0]
-    for i in (0, 2, 4):
-        assert answers[i]["scores"] == pytest.approx(wanted, abs=1e-6)
-    assert [answers[i]["error"] for i in (1, 3)] == [
-        "candidates must not be empty",
-        "a line must be at most 1048576 bytes",
-    ]
-    assert len(answers) == 5
+    with server("--artifact", exported.path, program=("-c", script)) as (process, address):
+        wanted = scorer.score([scorer.reader(request_body)])[0]
+        assert post(address, request_body)["scores"] == pytest.approx(wanted, abs=1e-6)
+        process.send_signal(signal.SIGTERM)
+        modules = process.stdout.read()
+        assert process.wait(60) == 0
+    assert "'jfi.serving.server.app'" in modules
     assert not re.search(r"jfi\.(training|models|modules|data|ops)", modules)
 
 

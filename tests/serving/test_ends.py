@@ -52,55 +52,6 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> No
         time.sleep(0.01)
 
 
-def answering(artifact: Path, temporary: Path, *options: object, **pipes: object) -> subprocess.Popen:
-    """A process of `jfi serve --jsonl`."""
-    command = [sys.executable, "-m", "jfi", "serve", "--artifact", artifact, "--jsonl", *map(str, options)]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | pipes
-    return subprocess.Popen(command, cwd=ROOT, env=environment(temporary), preexec_fn=not_under_nohup, **pipes)
-
-
-def not_under_nohup() -> None:
-    """Gives SIGHUP its meaning again, which a test run under nohup would hand down as ignored."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def ended(process: subprocess.Popen) -> tuple[int, bytes]:
-    """The exit code of a process that must end by itself, and its stderr; its stdin stays open."""
-    try:
-        return process.wait(120), process.stderr.read()
-    finally:
-        process.kill()
-
-
-@pytest.mark.parametrize("output", ["full", "closed"])
-def test_json_lines_end_where_the_output_cannot_be_written(exported, temporary, request_body, output):
-    """The input stays open, and more requests wait than the queue has room for."""
-    if output == "full":
-        out = os.open("/dev/full", os.O_WRONLY)
-    else:
-        read, out = os.pipe()
-        os.close(read)
-    with answering(exported.path, temporary, "--queue", 2, stdout=out) as process:
-        os.close(out)
-        process.stdin.write((json.dumps(request_body) + "\n").encode() * 100)
-        process.stdin.flush()
-        why = b"No space left on device" if output == "full" else b"Broken pipe"
-        assert ended(process) == (3, b"error: <stdout>: " + why + b"\n")
-    assert not list(temporary.iterdir())
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
-def test_json_lines_that_a_signal_ends_leave_nothing(exported, temporary, request_body, number):
-    with answering(exported.path, temporary) as process:
-        process.stdin.write(json.dumps(request_body).encode() + b"\n")
-        process.stdin.flush()
-        assert "scores" in json.loads(process.stdout.readline())
-        assert len(list(temporary.iterdir())) == 1  # the unpacked model
-        process.send_signal(number)  # while it reads
-        assert ended(process) == (0, b"")
-    assert not list(temporary.iterdir())
-
-
 def test_a_swap_unloads_the_artifact_before_and_the_end_the_last(exported, temporary, tmp_path, request_body):
     link, other = tmp_path / "current", tmp_path / "other"
     link.symlink_to(exported.path)

@@ -255,7 +255,6 @@ def test_the_command_follows_and_refuses_by_name(published, tmp_path, capsys):
     gone = tmp_path / "gone"
     assert f"--follow {gone}: no such folder" in refuse("--follow", gone)
     assert "has no whole version to start from" in refuse("--follow", tmp_path)
-    assert "--jsonl takes --artifact" in refuse("--follow", tmp_path, "--jsonl")
     assert "--artifact" in refuse("--follow", tmp_path, "--artifact", tmp_path)
     assert "--follow" in refuse()
     assert "--at is a version of --follow FOLDER" in refuse("--artifact", tmp_path, "--at", 3)

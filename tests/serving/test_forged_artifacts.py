@@ -7,8 +7,6 @@ import pickle
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import time
 import urllib.request
 import zipfile
@@ -26,7 +24,7 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, identity, sha256_of
 from jfi.serving.scorer import Scorer
 
-from .conftest import ROOT, rewriting
+from .conftest import rewriting
 from .test_commands import post, said, server
 
 
@@ -97,14 +95,13 @@ def test_serve_refuses_an_artifact_with_another_sha256_in_one_line(exported, tmp
         (tmp_path / "empty", f"--sha256 {tmp_path}/empty: has no SHA-256"),
         (tmp_path / "short", f"--sha256 {tmp_path}/short: line 2 must be 64 hexadecimal digits, got '12ab'"),
     ):
-        code, text = said("serve", capsys, "--artifact", other, "--sha256", known, "--jsonl")
+        code, text = said("serve", capsys, "--artifact", other, "--sha256", known)
         assert (code, text) == (2, f"error: {reason}\n")
 
 
 def test_serve_takes_the_sha256_itself(exported, request_body):
-    command = [sys.executable, "-m", "jfi", "serve", "--jsonl", "--artifact", exported.path]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "input": json.dumps(request_body)}
-    assert "scores" in subprocess.run([*command, "--sha256", sha256_of(exported.path).upper()], **options).stdout
+    with server("--artifact", exported.path, "--sha256", sha256_of(exported.path).upper()) as (_, address):
+        assert post(address, request_body)["scores"]
 
 
 def test_a_server_swaps_only_to_artifacts_whose_sha256_it_knows(exported, tmp_path, request_body):
@@ -328,7 +325,7 @@ def test_a_policy_that_cannot_be_used_is_one_line(exported, tmp_path, capsys, ki
         (folder / artifact.POLICY).write_text(policy or "")
 
     path = forged(tmp_path / "forged", exported.path, write)
-    code, text = said("serve", capsys, "--artifact", path, "--jsonl")
+    code, text = said("serve", capsys, "--artifact", path)
     assert code == 2 and text.startswith(f"error: {path} {message.format(path=path)}") and text.count("\n") == 1
 
 
@@ -339,7 +336,7 @@ def test_an_artifact_of_an_unknown_torch_is_refused_in_one_line(exported, tmp_pa
         (folder / artifact.INFO).write_text(json.dumps(info))
 
     path = forged(tmp_path / "forged", exported.path, write)
-    code, text = said("serve", capsys, "--artifact", path, "--jsonl")
+    code, text = said("serve", capsys, "--artifact", path)
     assert code == 2 and text.count("\n") == 1
     assert text.startswith(f"error: {path} was exported with torch of an unknown version, but this is torch ")
 

@@ -1,8 +1,5 @@
 """An artifact of a run of several labels, with auxiliary ones in its training, from the table to the scores."""
 
-import io
-import json
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -17,7 +14,6 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.json_lines import answer_lines
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,10 +85,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
     export(tmp_path / "artifact", run.model, schema, Limits(10, 6), device=DEVICE)
     scorer = Scorer(tmp_path / "artifact")
     requests = {place: request for place, one in enumerate(rows) if (request := request_of(rows, one)) is not None}
-    text = "".join(json.dumps(one) + "\n" for one in requests.values())
-    out = io.BytesIO()
-    answer_lines(scorer, io.BytesIO(text.encode()), out, max_batch=64)
-    found = [json.loads(line)["scores"] for line in out.getvalue().splitlines()]
+    found = scorer.score([scorer.reader(one) for one in requests.values()])
     assert len(found) > 200 and set(found[0]) == {"clicked", "seconds"}
     for label, column in (("clicked", "score_clicked"), ("seconds", "prediction_seconds")):
         expected = wanted.column(column).to_numpy()[list(requests)]

@@ -1,9 +1,7 @@
 """The server in this process: faults, storms, and what is batched with what."""
 
 import asyncio
-import gzip
 import inspect
-import io
 import json
 import re
 import threading
@@ -19,17 +17,15 @@ from aiohttp.test_utils import TestClient, TestServer
 from jfi.cli import options
 from jfi.serving.server.app import _BODIES, make_app, make_runner, run
 from jfi.serving.server.batcher import Batcher
-from jfi.serving.server.json_lines import answer_lines
 
 from .conftest import as_sent
 
 
-def test_both_servers_have_the_limits_of_the_command():
+def test_the_server_has_the_limits_of_the_command():
     """As `jfi serve --help` says."""
-    for function in (make_app, answer_lines):
-        given = inspect.signature(function).parameters
-        assert (given["max_body"].default, given["queue"].default) == (2 * 2**20, 64)
-        assert given["max_wait"].default == inspect.signature(Batcher).parameters["max_wait"].default == 0
+    given = inspect.signature(make_app).parameters
+    assert (given["max_body"].default, given["queue"].default) == (2 * 2**20, 64)
+    assert given["max_wait"].default == inspect.signature(Batcher).parameters["max_wait"].default == 0
 
 
 class Server(TestServer):
@@ -159,46 +155,6 @@ def test_the_failure_of_one_request_is_its_own(scorer, request_body):
         return [(await task).status for task in tasks]
 
     assert serve(slow, talk) == [200, 200, 500, 200]
-
-
-def test_json_lines_are_batched_and_answered_in_order(scorer, request_body, monkeypatch):
-    slow, out = Slow(scorer), io.BytesIO()
-    bodies = [request_body | {"candidates": request_body["candidates"][::step]} for step in (1, -1, 1, -1, 1)]
-    read, seen = scorer.reader.read, []
-
-    def count(line):
-        seen.append(line)
-        if len(seen) == len(bodies):  # the first batch has waited until all others are in the queue
-            slow.let_go.set()
-        return read(line)
-
-    lines = io.BytesIO("".join(json.dumps(body) + "\n" for body in bodies).encode())
-    with monkeypatch.context() as patch:
-        patch.setattr(scorer.reader, "read", count)
-        answer_lines(slow, lines, out, max_batch=4)
-    # Two requests of two candidates at a time, but for the first or the last.
-    assert sorted(slow.batches) == [1, 2, 2]
-    answers = [json.loads(line)["scores"] for line in out.getvalue().splitlines()]
-    wanted = [scorer.score([scorer.reader(body)])[0] for body in bodies]
-    assert len(answers) == 5 and all(a == pytest.approx(w, abs=1e-6) for a, w in zip(answers, wanted, strict=True))
-
-
-def test_a_json_line_of_exactly_the_longest_length_is_answered(scorer, request_body):
-    line, answers = (json.dumps(request_body) + "\n").encode(), []
-    for max_body in (len(line), len(line) - 1):
-        out = io.BytesIO()
-        answer_lines(scorer, io.BytesIO(line), out, max_batch=4, max_body=max_body)
-        answers += [json.loads(answer) for answer in out.getvalue().splitlines()]
-    assert answers[0].keys() == {"scores"}
-    assert answers[1:] == [{"error": f"a line must be at most {len(line) - 1} bytes"}]
-
-
-def test_json_lines_whose_end_cannot_be_read_are_answered(scorer, request_body):
-    compressed, out = gzip.compress((json.dumps(request_body) + "\n").encode() * 100), io.BytesIO()
-    with gzip.open(io.BytesIO(compressed[:-8])) as lines, pytest.raises(EOFError):
-        answer_lines(scorer, lines, out, max_batch=1000)
-    answers = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert len(answers) == 100 and all("scores" in answer for answer in answers)
 
 
 def test_who_leaves_is_not_scored(scorer, request_body):

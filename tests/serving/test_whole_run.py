@@ -1,8 +1,5 @@
 """A run with crosses of event columns, hash buckets, groups and impressions, from the table to the server."""
 
-import io
-import json
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -14,7 +11,6 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.json_lines import answer_lines
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 
 #: Events of a history that both take.
@@ -105,6 +101,4 @@ def test_the_server_scores_rows_as_predict_does(run, rows, tmp_path):
 
 
 def answers(scorer: Scorer, requests: list[dict]) -> list[float]:
-    lines, out = io.BytesIO("".join(json.dumps(one) + "\n" for one in requests).encode()), io.BytesIO()
-    answer_lines(scorer, lines, out, max_batch=64)
-    return [json.loads(line)["scores"][0] for line in out.getvalue().splitlines()]
+    return [scores[0] for scores in scorer.score([scorer.reader(one) for one in requests])]

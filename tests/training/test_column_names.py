@@ -1,7 +1,6 @@
 """Columns with names that a module cannot have, in every role of a run, with tables of several widths."""
 
 import csv
-import io
 import json
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.json_lines import answer_lines
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
 from jfi.training.model.build_model import build_model
 from jfi.utils.arguments import module_name
@@ -112,9 +110,8 @@ def test_the_server_scores_it_as_predict_does(tmp_path):
         user = fields(names, i, ("user", "category"))
         requests.append({"user": user, "history": history, "candidates": [fields(names, i, *roles)]})
         chosen.append(i)
-    lines, out = io.BytesIO("".join(json.dumps(one) + "\n" for one in requests).encode()), io.BytesIO()
-    answer_lines(Scorer(tmp_path / "artifact"), lines, out, max_batch=64)
-    found = [json.loads(line)["scores"][0] for line in out.getvalue().splitlines()]
+    scorer = Scorer(tmp_path / "artifact")
+    found = [scores[0] for scores in scorer.score([scorer.reader.read(json.dumps(one).encode()) for one in requests])]
     wanted = run.predict(tmp_path / "table.csv").column("score").to_numpy()[chosen]
     assert np.std(wanted) > 1e-3
     np.testing.assert_allclose(found, wanted, atol=1e-5)

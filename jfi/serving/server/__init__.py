@@ -1,1 +1,1 @@
-"""Servers of an artifact: over HTTP (admission, batches, swaps, metrics), and of JSON lines on standard input."""
+"""The HTTP server of an artifact: admission, batches, swaps, versions that it follows, events, metrics."""

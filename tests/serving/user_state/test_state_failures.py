@@ -1,7 +1,6 @@
 """The server with a state of users whose store fails or waits, whose artifact changes, and whose clients leave."""
 
 import asyncio
-import io
 import json
 import math
 import threading
@@ -14,7 +13,6 @@ from jfi.serving.artifact import INFO, VOCABULARIES, ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.server import events as server_events
 from jfi.serving.server.app import _WRITER, LIVE
-from jfi.serving.server.json_lines import answer_lines
 from jfi.serving.user_state.stores import StoreUnavailableError
 
 from ..conftest import as_sent, rewriting
@@ -108,21 +106,6 @@ def test_a_write_that_hangs_takes_no_place_of_requests(stateful, store, request_
         assert await answer(await post) == (200, {"added": 1, "repeated": 0})
 
     serve(stateful, talk, queue=1)
-
-
-def test_json_lines_read_the_state_and_say_if_it_fails(stateful, store, request_body):
-    lines = b"".join(json.dumps(one).encode() + b"\n" for one in (request_body, request(), request_body))
-
-    def answers() -> list[dict]:
-        out = io.BytesIO()
-        answer_lines(stateful, io.BytesIO(lines), out, max_batch=100, max_wait=0.2)
-        return [json.loads(line) for line in out.getvalue().splitlines()]
-
-    assert [list(one) for one in answers()] == [["scores"], ["scores", "state"], ["scores"]]
-    store.fault = "the disk is gone"
-    first, second, third = answers()
-    assert second == {"error": "the state of users does not answer: the disk is gone"}
-    assert list(first) == list(third) == ["scores"]
 
 
 def test_a_request_that_waits_for_a_slow_store_until_its_deadline_has_found_nothing(stateful, store, monkeypatch):
