@@ -114,7 +114,6 @@ def test_an_artifact_without_calibration_has_all_but_calibrated_scores(
         info = json.loads((folder / "artifact.json").read_text())
         assert info["calibration"]
         (folder / "artifact.json").write_text(json.dumps(info | {"calibration": None}))
-    command = [sys.executable, "-m", "jfi", "serve", "--artifact", old, "--output"]
     why = f"{old} has no calibration, as of a run of an earlier version; train its run again and export it"
     refused = said("serve", capsys, "--artifact", old, "--output", "calibrated")
     assert refused == (2, f"error: output is calibrated, but {why}, or choose probabilities\n")
