@@ -12,7 +12,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from jfi.data import DataSchema
 from jfi.data.io.arrays import is_list
-from jfi.data.io.table import Table
+from jfi.data.io.table import SourceRows
 from jfi.data.schema.schema import as_array
 from jfi.semantic_ids.content import read_lists
 from jfi.training.config import ConfigError
@@ -72,7 +72,7 @@ def _read(key: str, path: str) -> tuple[pa.Array, np.ndarray]:
         if sorted(lists) != [False, True]:
             what = f"the values of '{key.rpartition('.')[2]}' and lists of numbers"
             raise ConfigError(f"{path} has the columns {', '.join(names)}; it must have two, {what}")
-        table = Table(path, data, names, lambda row: row + 1)
+        table = SourceRows(path, data, names, lambda row: row + 1)
         ids, vectors = table.unique_ids(names[lists.index(False)]), read_lists(table, names[lists.index(True)])
         if (without := np.isnan(vectors[:, 0])).any():
             raise table.fault(int(without.argmax()), "has no vector")
