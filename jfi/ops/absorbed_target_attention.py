@@ -32,10 +32,11 @@ from torch import Tensor
 
 from jfi.kernels import plan
 from jfi.ops._attention import Prepared
-from jfi.ops.dispatch import PLAIN, operator, operators
+from jfi.ops.dispatch import PLAIN, operator, operators, refusal
 from jfi.ops.target_attention import run_forward, table_bias, target_attention
 from jfi.tables.gather_rows import read_rows
 from jfi.tables.rows_by_id import RowsById, SavedTables, fits_kernel
+from jfi.utils import compat
 from jfi.utils.context import default_impl, is_traced, may_read, once_differentiable, without_autocast
 from jfi.utils.operands import TargetAttentionInputs
 
@@ -98,7 +99,10 @@ def attend_absorbed(
         others = [None if x is None else x.contiguous() for x in others]
         lists = ([], []) if by_id is None else (list(by_id.tables), list(by_id.indices))
         options = num_heads, scale, max_seqlen, impl, _product_dtype(first, weights[0])
-        return _fwd(target, first, *others, *weights, *lists, *options)[0]
+        if not compiled and compat.functorch_transforms_active():
+            raise refusal("jfi.ops.target_attention")
+        run = _fwd if compiled else _fwd.node.apply
+        return run(target, first, *others, *weights, *lists, *options)[0]
     if target.dim() == 2:
         stacked = [x.unsqueeze(0) for x in (target, *weights)]
         options = (key_bias, key_bias_index, value_scale, scale, max_seqlen, impl)
@@ -182,7 +186,10 @@ def _forward(*args, ctx=None):
         prepared = Prepared(plan.plan_target_attention(x, impl) if impl == "triton" else None)
         if ctx is not None:
             ctx.prepared = prepared
-        attended, lse = run_forward(x, prepared.plan)
+        if compat.profiler_enabled():  # a profile shows the operator's name
+            attended, lse = operators.target_attention_fwd(*x, impl)
+        else:
+            attended, lse = run_forward(x, prepared.plan)
         out = affine(output_bias, attended.view(*target.shape[:-1], w_vo.shape[-2]), w_vo.mT, by_sample=True)
     return out, query, attended, lse, w_qk, w_vo
 
@@ -253,8 +260,9 @@ def _differentiate(ctx, grad, *_):
         history, *by_id = ctx.tables.read(history, indices)
     needs = ctx.needs_input_grad
     needed = [*needs[:2], needs[3], needs[6], any(needs[7:_TABLES])]
+    args = grad, target, history, *rest, *by_id, *ctx.options, needed
     prepared = getattr(ctx, "prepared", None)  # torch.library keeps none
-    grads = iter(_bwd(grad, target, history, *rest, *by_id, *ctx.options, needed, prepared=prepared))
+    grads = iter(_bwd(*args) if prepared is None else _backward(*args, prepared=prepared))
     dtarget, dhistory, dbias, dsecond = (next(grads) if need else None for need in needed[:4])
     dweights = grads if needed[4] else (None,) * 6
     return dtarget, dhistory, None, dbias, None, None, dsecond, *dweights, *lists, *(None,) * 5

@@ -42,7 +42,8 @@ def operator(
 ) -> Callable:
     """Register ``torch.ops.jfi.<name>`` and return the callable that takes the shorter way where it can.
 
-    Keyword arguments, such as a plan, spare the function work; only a direct call passes them on.
+    Keyword arguments, such as a plan, spare the function work; only a direct call passes them on.  The callable's
+    ``node`` is the torch.autograd.Function of a direct call, for a caller that has checked its tensors.
 
     Args:
         function: the work, on real tensors. Lists of tensors have no gradient.
@@ -91,6 +92,7 @@ def operator(
                     return registered(*args) if direct is None else direct.apply(*args)
         return function(*args, **known)
 
+    call.node = direct
     setattr(operators, name, call)
     return call
 

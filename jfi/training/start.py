@@ -99,7 +99,8 @@ def resume(
         data_changed: "refuse" raises an error if rows, values or splits are not those that the run was started with;
             "accept" goes on with the data as it is now. A value that the run does not know counts as unknown.
         config_changed: whether to go on if config.yaml was changed since the checkpoint, with what it says now.
-        logger, memory: as of `train`.
+        logger: as of `train`.
+        memory: likewise.
 
     Raises:
         ConfigError, DataError: as `train`; also if `run_dir` is not a run folder, or is a damaged one, if the data or
