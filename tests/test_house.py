@@ -13,7 +13,7 @@ BUDGET = {
     "cpu": 922,
     "cuda_graphs": 787,
     "data": 8325,
-    "distributed": 2203,
+    "distributed": 2202,
     "events": 2319,
     "follow": 1598,
     "history_policies": 1711,

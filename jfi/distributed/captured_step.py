@@ -37,7 +37,7 @@ _RECENT = 16
 _TO_ALL_PEERS = 2**23
 #: By the parameters without a gradient on this rank, those of them that no rank has one of.
 Absent = dict[tuple[nn.Parameter, ...], list[nn.Parameter]]
-#: Of the captured step that runs: the parameters of its tables, and what eager steps found.
+#: Of the captured step that runs: the parameters of its tables, what eager steps found, and the memory of peers.
 _step: ContextVar[tuple[set[nn.Parameter], Absent, PeerMemory | None] | None] = ContextVar("step", default=None)
 
 
@@ -216,19 +216,18 @@ class CapturedShardedStep(StepGraphs):
 
     def _compute(self, batch: Any) -> Any:
         """Runs the step on a `DistributedBatch`, or on a batch whose ids the forward pass sends."""
-        with captured_averages(
-            self._tables, self._absent, self._peers if isinstance(batch, DistributedBatch) else None
-        ):
-            if self._shapes is None or not isinstance(batch, DistributedBatch):
+        shapes = self._shapes if isinstance(batch, DistributedBatch) else None
+        with captured_averages(self._tables, self._absent, None if shapes is None else self._peers):
+            if shapes is None:
                 return self._step_on_batch(batch)
             exchanges = nullcontext() if self._peers is None else self._peers.step()
-            with exchanges, self._shapes.given(batch, self._pg, self._peers):
+            with exchanges, shapes.given(batch, self._pg, self._peers):
                 return self._step_on_batch(batch.batch)
 
 
 @contextmanager
 def captured_averages(tables: set[nn.Parameter], absent: Absent, peers: PeerMemory | None = None) -> Iterator[None]:
-    """Lets `average_gradients` within the block refuse the tables, and send through the memory of peers.
+    """Makes `average_gradients` refuse the tables within the block, and send through the memory of peers, if any.
 
     A capture, which must not read what the ranks send, takes `absent` from the eager step before it.
     """

@@ -131,7 +131,7 @@ class File:
 
     @property
     def is_configured(self) -> bool:
-        """Whether a config names the file, so that its settings can say how to read it."""
+        """Returns whether a config names the file, so that its settings can say how to read it."""
         return self.setting.startswith("data.")
 
     def advice(self, text: str) -> str:

@@ -57,7 +57,7 @@ class SourceTables:
 
     @property
     def name(self) -> str:
-        """How messages name the interactions."""
+        """Returns how messages name the interactions."""
         return name_files(self.files)
 
     def interactions(self) -> Iterator[tuple[int, SourceRows]]:
