@@ -550,7 +550,8 @@ def test_one_feature_is_one_node():
     """Its parameters and targets enter the node as they are, and its output is the layer's."""
     layer = JaggedFeatureInteraction([SequenceFeatureConfig("taste", ["history"], ["item"])], 8)
     history = JaggedTensor(torch.randn(5, 8), lengths=torch.tensor([2, 0, 3]))
-    node = layer({"history": history}, {"item": torch.randn(3, 8)}).values().grad_fn
+    output = layer({"history": history}, {"item": torch.randn(3, 8)}).values()
+    node = output.grad_fn
     inputs = [type(x).__name__ for x, _ in node.next_functions if x is not None]
     assert type(node).__name__ == "absorbed_target_attention_fwdBackward"
     assert inputs == ["AccumulateGrad"] * 6
