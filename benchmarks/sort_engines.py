@@ -42,7 +42,7 @@ def sort_with_duckdb(source: Path, target: Path, memory: str) -> None:
     with pa.memory_map(str(source)) as file, pa.ipc.open_file(file) as reader:
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         with pa.ipc.new_file(target, reader.schema) as writer:
-            for batch in sort_batches(batches, reader.schema, BY, memory, target.parent):
+            for batch in sort_batches(batches, BY, memory, target.parent):
                 writer.write_batch(batch)
 
 

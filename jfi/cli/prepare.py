@@ -5,8 +5,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from jfi.cli.settings import parser
+from jfi.data.prepared.manifest import verify_dataset
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.store import verify_dataset
 from jfi.data.prepared.summary import Summary
 from jfi.training import Config, ConfigError
 from jfi.training.checkpoints.checkpoint import latest_checkpoint

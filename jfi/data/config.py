@@ -25,6 +25,8 @@ TIMELINE = 4
 NUM_QUANTILES = 16
 #: The column of semantic IDs in their file, and in the names of their keys.
 SID = "sid"
+#: The column of weights among `SortedEvents.targets`, and what precedes the name of a label that is not the first.
+WEIGHT, LABEL = "weight", "label_"
 Batching = Literal["sample", "user"]
 Task = Literal["binary", "regression"]
 Of = Literal["user", "item", "event", "context"]
@@ -244,6 +246,18 @@ class DataConfig:
     def trained_labels(self) -> list[LabelConfig]:
         """`targets()`, and behind them `auxiliary_labels()`."""
         return [*self.targets(), *self.auxiliary_labels()]
+
+    def further_labels(self) -> dict[str, LabelConfig]:
+        """The trained labels but the first, by the name of their column."""
+        return {LABEL + one.name: one for one in self.trained_labels()[1:]}
+
+    def target_names(self) -> list[str]:
+        """The names of the columns `[E]` float32 of `SortedEvents.targets`."""
+        return [*([] if self.weight is None else [WEIGHT]), *self.further_labels()]
+
+    def labels_of(self, label: Any, targets: dict[str, Any]) -> list[Any]:
+        """The column of each of `trained_labels()`, of the first label and `SortedEvents.targets`."""
+        return [label, *(targets[name] for name in self.further_labels())]
 
     def interaction_settings(self) -> list[str]:
         """The settings that name the interactions, by split with `split: files`."""

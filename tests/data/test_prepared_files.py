@@ -15,12 +15,11 @@ import pytest
 
 from jfi.baselines.run import run_baselines
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.prepared import prepare, store
-from jfi.data.prepared.manifest import FORMAT, DatasetManifest, prepared_config, resolve
+from jfi.data.prepared import manifest, prepare, store
+from jfi.data.prepared.manifest import FORMAT, DatasetManifest, Verification, prepared_config, resolve, verify_dataset
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, read_columns
 from jfi.data.prepared.stages.sort import MemoryLimitError, sort_batches
-from jfi.data.prepared.store import Verification, verify_dataset
 from jfi.training import Interrupted, resume, train
 from jfi.training.config_parser import parse_config
 from jfi.training.distributed.processes import stop_on_signals
@@ -223,7 +222,7 @@ def test_columns_of_a_preparation_that_goes_on_are_numbers(tmp_path):
 @pytest.fixture
 def damaged(folder, monkeypatch) -> str:
     """A dataset with a flipped label in a large file; returns the message that says so."""
-    monkeypatch.setattr("jfi.data.prepared.store.SMALL", 1000)
+    monkeypatch.setattr("jfi.data.prepared.manifest.SMALL", 1000)
     path = folder / "events.arrow"
     labels = map_arrow(path)["label"]
     content, bits = bytearray(path.read_bytes()), labels.to_numpy().tobytes()
@@ -263,7 +262,7 @@ def test_only_a_full_disk_is_said_to_be_full(tmp_path):
 @pytest.mark.parametrize("at", ["step", "save"])
 def test_a_signal_saves_a_run_before_its_dataset_is_verified(folder, tmp_path, monkeypatch, at):
     """It comes in a step, or while a checkpoint waits until the files are verified, which takes until then."""
-    saved, checked, found, running = threading.Event(), Verification.check, store.verify, []
+    saved, checked, found, running = threading.Event(), Verification.check, manifest.verify, []
 
     def verify(*arguments) -> None:
         found(*arguments)
@@ -282,7 +281,7 @@ def test_a_signal_saves_a_run_before_its_dataset_is_verified(folder, tmp_path, m
             yield stop
 
     monkeypatch.setattr(store, "open_checked", lambda path, sizes: Verification(path, list(sizes)))
-    monkeypatch.setattr(store, "verify", verify)
+    monkeypatch.setattr(manifest, "verify", verify)
     monkeypatch.setattr(Verification, "check", check)
     monkeypatch.setattr("jfi.training.loop.trainer.stop_on_signals", stopping)
     options = ["--data.prepared", str(folder), "--model.embedding_dim=4", "--training.batch_size=8"]
@@ -301,7 +300,7 @@ def test_a_run_on_a_dataset_that_is_damaged_later_has_no_test_metrics(folder, tm
     content[len(content) // 2] ^= 1
     (folder / "events.arrow").write_bytes(content)
     log = (tmp_path / "run/metrics.jsonl").read_bytes()
-    monkeypatch.setattr("jfi.data.prepared.store.SMALL", 1000)
+    monkeypatch.setattr("jfi.data.prepared.manifest.SMALL", 1000)
     with pytest.raises(DataError, match=r"events\.arrow is damaged"):
         resume(tmp_path / "run", data_changed="accept")
     assert (tmp_path / "run/metrics.jsonl").read_bytes() in log

@@ -14,9 +14,8 @@ from torchrec.streamable import Pipelineable
 from jfi.data.batches.choose_events import Engagement
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.batches.order import BatchPart
-from jfi.data.config import NUM_AGE_BUCKETS
+from jfi.data.config import NUM_AGE_BUCKETS, WEIGHT
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.rules import WEIGHT
 from jfi.data.schema.schema import DataSchema, FeatureSpec
 from jfi.events.events import Histories, SortedEvents
 from jfi.events.statistics import DenseStatistics

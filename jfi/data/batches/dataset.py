@@ -21,7 +21,7 @@ from jfi.history_policies import Policy
 from jfi.utils.errors import suggest
 
 if TYPE_CHECKING:
-    from jfi.data.prepared.store import Verification
+    from jfi.data.prepared.manifest import Verification
     from jfi.data.prepared.summary import Summary
 
 

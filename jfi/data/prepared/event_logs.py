@@ -15,7 +15,6 @@ from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_features
 from jfi.data.prepared.stages.read import SourceTables, open_tables
 from jfi.data.prepared.stages.statistics import compute_statistics
-from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema
 from jfi.events.groups import BY_CATEGORY, SESSIONS
 from jfi.events.statistics import Statistics
@@ -68,7 +67,7 @@ def training_log(config: DataConfig, conversion: str | None = None) -> tuple[Eve
         if not 1 <= len(engagement.surfaces) <= MOST_SURFACES:
             count = f"has {len(engagement.surfaces):,} values; it must have 1 to {MOST_SURFACES}"
             raise DataError(f"data.surface is '{config.surface}', which {count}, so put rare ones together")
-        converts = np.array(labels_of(config, events.label, events.targets)[-1][chosen] == 1)
+        converts = np.array(config.labels_of(events.label, events.targets)[-1][chosen] == 1)
         return engagement.log(events.user, events.time, chosen), converts
 
 

@@ -1,7 +1,10 @@
-"""The manifest of a prepared dataset, the config of a run on it, and whether both go with the schema of a run."""
+"""The manifest of a prepared dataset, the verification of its files, and the config and the schema of a run on it."""
 
 import dataclasses
 import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from jfi.data.config import FILES, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.paths import unnamed_urls
 from jfi.data.schema.schema import DataSchema, read_versioned
+from jfi.utils.files import verify
 
 FORMAT = "jfi prepared dataset 6"
 MANIFEST = "manifest.json"
@@ -49,6 +53,96 @@ class DatasetManifest:
         made = read_versioned(path, cls, FORMAT, "prepare the tables again")
         tables = {name: unnamed_urls(getattr(made.data, name)) for name in FILES}
         return dataclasses.replace(made, data=dataclasses.replace(made.data, **tables))
+
+
+def verify_dataset(folder: Path) -> None:
+    """Verifies the SHA-256 of all files of a complete dataset, as `sha256sum -c SHA256SUMS` does.
+
+    Raises:
+        DataError: the folder is not a complete prepared dataset, or a file of it is missing or damaged.
+    """
+    verify(folder, list(check_sizes(folder)), DataError)
+
+
+def check_sizes(folder: Path) -> dict[str, int]:
+    """Checks the sizes of all files, and returns them with that of the manifest."""
+    sizes = DatasetManifest.load(folder).sizes
+    for name, size in sizes.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise DataError(f"{folder}: damaged, {name} {what}")
+    return {MANIFEST: (folder / MANIFEST).stat().st_size, **sizes}
+
+
+#: Files up to this size are verified before `open_checked` returns.
+SMALL = 1 << 24
+
+
+class Verification:
+    """The verification of files by a background thread.
+
+    Args:
+        folder: of the files and SHA256SUMS.
+        names: of the files.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> _ = (folder / "events.arrow").write_bytes(b"events")
+        >>> from jfi.utils.files import write_sums
+        >>> write_sums(folder, {"events.arrow": "0" * 64})
+        >>> verification = Verification(folder, ["events.arrow"])
+        >>> verification.check()
+        Traceback (most recent call last):
+        jfi.data.errors.DataError: .../events.arrow is damaged: its SHA-256 is not the one in SHA256SUMS
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._fault: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(folder, names), daemon=True)
+        self._thread.start()
+
+    def _run(self, folder: Path, names: Sequence[str]) -> None:
+        try:
+            verify(folder, names, DataError)
+        except Exception as fault:
+            self._fault = fault
+
+    def check(self, seconds: float | None = None) -> bool:
+        """Raises the fault of the first damaged file that was found.
+
+        Args:
+            seconds: to wait until all files are verified; None waits as long as it takes.
+
+        Returns:
+            Whether all files are verified.
+
+        Raises:
+            DataError: a file is missing or damaged.
+            OSError: a file cannot be read.
+        """
+        self._thread.join(seconds)
+        if self._fault is not None:
+            raise self._fault
+        return not self._thread.is_alive()
+
+
+def open_checked(folder: Path, sizes: Mapping[str, int]) -> Verification | None:
+    """Verifies the small files, and begins to verify the large ones.
+
+    Args:
+        folder: of the dataset.
+        sizes: the bytes of each file, by name.
+
+    Returns:
+        The verification of the large files; None if there are none, or if another process of this host verifies them.
+
+    Raises:
+        DataError: a file, or SHA256SUMS, is missing or damaged.
+    """
+    verify(folder, [name for name, size in sizes.items() if size <= SMALL], DataError)
+    large = [name for name, size in sizes.items() if size > SMALL]
+    return Verification(folder, large) if large and os.environ.get("LOCAL_RANK", "0") == "0" else None
 
 
 def prepared_config(folder: str | Path, **choices: float | str | None) -> DataConfig:

@@ -53,7 +53,6 @@ from jfi.data.prepared.stages.splits import SPLITS, choose_samples
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.prepared.store import BY_ITEM, EVENTS, event_table, open_prepared, write_files
 from jfi.data.prepared.summary import summarize
-from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import SortedEvents, index_type, order_by_item
 from jfi.utils.display import Display
@@ -164,7 +163,7 @@ def sorted_events(
     split = read_order_and_split(work / "order")[1] if split is None else split
     if histories is None and config.history is not None:
         histories = write_true_rows(work / SCRATCH / "histories", columns["event"])
-    targets = {name: columns[name] for name in target_names(config)}
+    targets = {name: columns[name] for name in config.target_names()}
     user, item, time, label = (columns[name] for name in ("user", "item", "time", "label"))
     return SortedEvents(user, item, time, label, split, histories, targets)
 

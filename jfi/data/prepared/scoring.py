@@ -35,7 +35,6 @@ from jfi.data.prepared.stages.read import SourceTables, read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema, as_array
 from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.events.events import first_rows, order_by_item, user_blocks
@@ -207,7 +206,7 @@ class ScoringRows:
         self.dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, self._policy)
         self.rows = raw.new("rows", np.int64, len(samples))
         self.labels = raw.new("labels", np.float32, (self.num_rows, *self.labels.shape[1:]))
-        labels = labels_of(config, events.label, events.targets)[: len(config.targets())]
+        labels = config.labels_of(events.label, events.targets)[: len(config.targets())]
         for begin, end in blocks(len(samples)):
             chosen = samples[begin:end]
             self.rows[begin:end] = columns[ROW][chosen] - first

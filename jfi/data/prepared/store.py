@@ -2,9 +2,7 @@
 
 import dataclasses
 import hashlib
-import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from jfi.data.batches.dataset import InteractionDataset
 from jfi.data.batches.negatives import NegativeSampler
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.prepared.manifest import MANIFEST, DatasetManifest
+from jfi.data.prepared.manifest import MANIFEST, DatasetManifest, check_sizes, open_checked
 from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import CONTEXT, check_kind, column_name, id_type, known_items
@@ -24,11 +22,10 @@ from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.stages.statistics import dense_statistics, past_index
 from jfi.data.prepared.summary import Summary, count_lengths, describe_lengths
 from jfi.data.schema.columns import Categorical
-from jfi.data.schema.rules import target_names
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
 from jfi.events.events import SortedEvents, index_type
 from jfi.events.statistics import Statistics
-from jfi.utils.files import DamagedFileError, is_storage_fault, naming, read_sums, sha256_of, verify, write_sums
+from jfi.utils.files import DamagedFileError, is_storage_fault, naming, read_sums, sha256_of, write_sums
 from jfi.utils.jagged import blocks
 
 
@@ -190,13 +187,13 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
         DataError: the folder is not a complete prepared dataset, or is damaged.
     """
     folder = Path(config.prepared)
-    verification = open_checked(folder, _check_sizes(folder)) if verified else None
+    verification = open_checked(folder, check_sizes(folder)) if verified else None
     schema = schema or dataclasses.replace(DataSchema.load(folder, verified), max_history=config.max_history)
     tables = {of: _read(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
     columns = tables["event"]
     histories = None if config.history is None else _numpy(_read(folder / "histories.arrow")["event"])
     own = [_numpy(columns[name]) for name in ("user", "item", "time", "label", "split")]
-    events = SortedEvents(*own, histories, {name: _numpy(columns[name]) for name in target_names(config)})
+    events = SortedEvents(*own, histories, {name: _numpy(columns[name]) for name in config.target_names()})
     ids = _features(schema, tables)
     negatives = None
     if config.is_implicit:
@@ -232,26 +229,6 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
     return dataset
 
 
-def verify_dataset(folder: Path) -> None:
-    """Verifies the SHA-256 of all files of a complete dataset, as `sha256sum -c SHA256SUMS` does.
-
-    Raises:
-        DataError: the folder is not a complete prepared dataset, or a file of it is missing or damaged.
-    """
-    verify(folder, list(_check_sizes(folder)), DataError)
-
-
-def _check_sizes(folder: Path) -> dict[str, int]:
-    """Checks the sizes of all files, and returns them with that of the manifest."""
-    sizes = DatasetManifest.load(folder).sizes
-    for name, size in sizes.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise DataError(f"{folder}: damaged, {name} {what}")
-    return {MANIFEST: (folder / MANIFEST).stat().st_size, **sizes}
-
-
 def _features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]]) -> list[Categorical]:
     """The ids of each key of the schema but the age."""
     found = []
@@ -284,73 +261,3 @@ def _in_one_row(values: np.ndarray) -> pa.Array:
 def _numpy(column: pa.Array) -> np.ndarray:
     """A column without nulls, not copied."""
     return column.to_numpy(zero_copy_only=True)
-
-
-#: Files up to this size are verified before `open_checked` returns.
-SMALL = 1 << 24
-
-
-class Verification:
-    """The verification of files by a background thread.
-
-    Args:
-        folder: of the files and SHA256SUMS.
-        names: of the files.
-
-    Example:
-        >>> folder = getfixture("tmp_path")
-        >>> _ = (folder / "events.arrow").write_bytes(b"events")
-        >>> from jfi.utils.files import write_sums
-        >>> write_sums(folder, {"events.arrow": "0" * 64})
-        >>> verification = Verification(folder, ["events.arrow"])
-        >>> verification.check()
-        Traceback (most recent call last):
-        jfi.data.errors.DataError: .../events.arrow is damaged: its SHA-256 is not the one in SHA256SUMS
-    """
-
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self._fault: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(folder, names), daemon=True)
-        self._thread.start()
-
-    def _run(self, folder: Path, names: Sequence[str]) -> None:
-        try:
-            verify(folder, names, DataError)
-        except Exception as fault:
-            self._fault = fault
-
-    def check(self, seconds: float | None = None) -> bool:
-        """Raises the fault of the first damaged file that was found.
-
-        Args:
-            seconds: to wait until all files are verified; None waits as long as it takes.
-
-        Returns:
-            Whether all files are verified.
-
-        Raises:
-            DataError: a file is missing or damaged.
-            OSError: a file cannot be read.
-        """
-        self._thread.join(seconds)
-        if self._fault is not None:
-            raise self._fault
-        return not self._thread.is_alive()
-
-
-def open_checked(folder: Path, sizes: Mapping[str, int]) -> Verification | None:
-    """Verifies the small files, and begins to verify the large ones.
-
-    Args:
-        folder: of the dataset.
-        sizes: the bytes of each file, by name.
-
-    Returns:
-        The verification of the large files; None if there are none, or if another process of this host verifies them.
-
-    Raises:
-        DataError: a file, or SHA256SUMS, is missing or damaged.
-    """
-    verify(folder, [name for name, size in sizes.items() if size <= SMALL], DataError)
-    large = [name for name, size in sizes.items() if size > SMALL]
-    return Verification(folder, large) if large and os.environ.get("LOCAL_RANK", "0") == "0" else None

@@ -20,7 +20,6 @@ from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.schema.columns import Categorical, CodedColumn
-from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
 from jfi.events.events import SortedEvents, user_blocks
 from jfi.events.point_in_time import Tallies
@@ -145,7 +144,7 @@ def summarize(arrays: Arrays, schema: DataSchema, columns: Columns) -> Summary:
     """The summary of a dataset, whose arrays may be maps of files, and its raw columns."""
     config, encodings = columns.config, schema.encodings
     events, samples = arrays.events, arrays.samples
-    trained, columns_of = config.trained_labels(), labels_of(config, events.label, events.targets)
+    trained, columns_of = config.trained_labels(), config.labels_of(events.label, events.targets)
     # Nothing reads the auxiliary labels of other splits than train.
     splits_of = [SPLITS] * len(config.targets()) + [["train"]] * len(config.auxiliary_labels())
     shares_of = [

@@ -13,7 +13,6 @@ from jfi.data.errors import DataError
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import count_training
 from jfi.data.schema.columns import Categorical, CodedColumn, cut, encode, learn_edges, learn_vocabulary, moments
-from jfi.data.schema.rules import labels_of
 from jfi.data.schema.schema import DataSchema, Encodings, Entity, FeatureSpec, LabelSpec, Strings
 from jfi.events.events import SortedEvents
 from jfi.events.groups import HALF_LIVES, similar_window
@@ -92,7 +91,7 @@ def learn_schema(columns: Columns) -> DataSchema:
 def _learn_labels(columns: Columns, samples: np.ndarray) -> list[LabelSpec]:
     config, events, found = columns.config, columns.events, []
     # The predicted labels come first; auxiliary ones are no outputs of a saved model.
-    for one, column in zip(config.targets(), labels_of(config, events.label, events.targets), strict=False):
+    for one, column in zip(config.targets(), config.labels_of(events.label, events.targets), strict=False):
         scale = moments(column, samples) if one.task == "regression" else ()
         found.append(LabelSpec(one.name, one.task, *scale))
     return found

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.config import DataConfig
+from jfi.data.config import WEIGHT, DataConfig, LabelConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list
 from jfi.data.io.blocks import DROP, describe_left_out, find_interactions, name_files, read_files, read_table
@@ -22,17 +22,9 @@ from jfi.data.io.table import SourceRows, of_other_kind
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.stages.splits import named_splits
 from jfi.data.schema.columns import Dictionary, flat_lists
-from jfi.data.schema.rules import (
-    check_held,
-    describe_values,
-    labels_of,
-    only_column,
-    parse_rule,
-    read_labels,
-    read_targets,
-    target_names,
-)
+from jfi.data.schema.rules import check_held, describe_values, only_column, parse_rule
 from jfi.data.schema.semantic_ids import SemanticIDs
+from jfi.utils.encoding import LARGEST_NUMBER
 from jfi.utils.jagged import blocks
 
 
@@ -215,7 +207,7 @@ class RowReader:
         #: By column whether it is multi-valued, as far as rows have shown it.
         self._lists = {} if lists is None else {column.name: column.name in lists for column in categories}
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
-        types |= dict.fromkeys(target_names(config), np.float32)
+        types |= dict.fromkeys(config.target_names(), np.float32)
         types |= {"split": np.int8} if config.split in ("column", "files") else {}
         types |= {} if config.history is None else {"event": np.int8}
         types |= {} if config.request_id is None else {"group": np.int64}
@@ -243,7 +235,7 @@ class RowReader:
         targets = read_targets(table, config, labels)
         for name, column in targets.items():
             put(name, column)
-        self.labels += [[(column == value).sum() for value in (0, 1)] for column in labels_of(config, labels, targets)]
+        self.labels += [[(column == value).sum() for value in (0, 1)] for column in config.labels_of(labels, targets)]
         if config.split == "column":
             put("split", _given_splits(table, config.split_column))
         elif config.split == "files":
@@ -318,6 +310,63 @@ class RowReader:
         for number, dictionary in enumerate(self._dictionaries.values()):
             write_arrow(self.folder / f"values-{number}.arrow", {"value": dictionary.flush()})
         self._writer.close()
+
+
+def read_labels(table: SourceRows, one: LabelConfig) -> np.ndarray:
+    """`[N]` float32, 0 or 1, or NaN for a row that is history only.
+
+    Args:
+        table: the interactions.
+        one: the label. Its `label` is None (every row is a positive), a column of 0 and 1, or of finite numbers in a
+            regression, or a rule as `jfi.data.schema.rules` defines it.
+
+    Raises:
+        DataError: a wrong rule, an absent column, or a value that is not 0 or 1, or not finite.
+    """
+    label, task = one.label, one.task
+    if label is None:
+        return np.ones(len(table), np.float32)
+    column = only_column(label)
+    if column is None:
+        return parse_rule(label).holds(table)
+    advice = f"; did you mean a rule such as '{label} == VALUE'?" if task != "regression" else ""
+    values = table.numbers(column, advice)
+    if task == "regression":
+        wrong = np.abs(values) > LARGEST_NUMBER
+    else:
+        wrong = ~((values == 0) | (values == 1) | np.isnan(values))
+    if wrong.any():
+        row = int(wrong.argmax())
+        value, advice = f"{values[row]:g}", "a label with task: regression predicts numbers"
+        must = f"0 or 1; did you mean a rule such as '{label} >= {value}'? {advice}"
+        must = "a finite number of float32" if task == "regression" else must
+        raise table.fault(row, f"label '{label}' is {value}, not {must}")
+    return values.astype(np.float32)
+
+
+def read_targets(table: SourceRows, config: DataConfig, label: np.ndarray) -> dict[str, np.ndarray]:
+    """The columns `config.target_names()`, each `[N]` float32.
+
+    Args:
+        table: the interactions.
+        config: the section `data`.
+        label: `[N]`, the first label. A row without one is no sample, needs no weight, and gets 1.
+
+    Raises:
+        DataError: a column is absent, a weight is not positive and finite, or a label is malformed.
+    """
+    found = {}
+    if config.weight is not None:
+        values = table.numbers(config.weight).astype(np.float32)
+        is_wrong = ~(np.isfinite(values) & (values > 0))
+        if (wrong := is_wrong & ~np.isnan(label)).any():
+            row = int(wrong.argmax())
+            shown = "empty" if np.isnan(values[row]) else f"{table.numbers(config.weight)[row]:g}"
+            raise table.fault(row, f"weight '{config.weight}' is {shown}, must be positive and finite")
+        found[WEIGHT] = np.where(is_wrong, np.float32(1), values)
+    for name, one in config.further_labels().items():
+        found[name] = read_labels(table, one)
+    return found
 
 
 def _rules(config: DataConfig) -> list[tuple[str, str]]:

@@ -9,7 +9,6 @@ import pyarrow.compute as pc
 
 from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
-from jfi.data.schema.rules import labels_of
 from jfi.events.events import SortedEvents
 from jfi.utils.encoding import hash_text, mix
 from jfi.utils.jagged import blocks
@@ -136,7 +135,7 @@ def choose_samples(
         DataError: a split is empty, or all its labels are equal, those of any label.
     """
     labeled, seen = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    columns = list(labels_of(config, events.label, events.targets))
+    columns = config.labels_of(events.label, events.targets)
     low, high = ({name: np.full(len(columns), bound) for name in SPLITS} for bound in (np.inf, -np.inf))
     for begin, end in blocks(len(order)):
         rows = order[begin:end]
