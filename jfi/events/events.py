@@ -25,7 +25,7 @@ class SortedEvents:
         label: `[E]` float32, 0 or 1 (of a regression any number), or NaN for a row that is only part of histories.
         split: `[E]` int8, the index in `splits.SPLITS`.
         rows: `[H]` integers, ascending, the rows that histories consist of; None if all are.
-        targets: what the loss reads in addition to the label, `[E]` float32 by the names of `jfi.data.schema.rules`.
+        targets: what the loss reads in addition to the label, `[E]` float32 by `DataConfig.target_names`.
 
     Example:
         >>> user, time = np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0])
