@@ -1,8 +1,11 @@
 """Data configs by lists of columns, of which a test replaces one and keeps the others."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 from jfi.data import DataConfig, FeatureConfig, LabelConfig
+from jfi.data.io.blocks import find_table, read_files
 from jfi.data.io.table import SourceRows
 
 LISTS = {
@@ -22,6 +25,12 @@ MAPPINGS = {"separators": "separator", **{n: n for n in ("min_count", "max_value
 def regression(column: str) -> list[LabelConfig]:
     """Returns `data.labels` of one label, the numbers of a column."""
     return [LabelConfig("label", column, "regression")]
+
+
+def read_blocks(paths: Any, wanted: Collection[str]) -> Iterator[SourceRows]:
+    """Yields the tables of `read_files` of what `data.interactions` names, with default settings."""
+    config = DataConfig()
+    return (table for _, table in read_files(find_table(paths, "data.interactions", config), wanted, config))
 
 
 def data_config(**settings) -> DataConfig:

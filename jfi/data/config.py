@@ -19,7 +19,8 @@ AGE = "age"
 #: Ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)): the last one begins at 34 years.
 NUM_AGE_BUCKETS = 32
 HISTORY = "history_"
-#: The most events of a timeline, as a multiple of `max_history`: of a longer log each event is looked up 4/3 times.
+#: The most events of a timeline, as a multiple of `max_history`; a user with more has several timelines, and each event
+#: is looked up 4/3 times.
 TIMELINE = 4
 #: Intervals of a numeric feature of events, between quantiles of the training rows: each has rows enough to learn from.
 NUM_QUANTILES = 16
@@ -281,11 +282,6 @@ class DataConfig:
         labels = [] if self.is_implicit else self.trained_labels()
         found = [name for one in labels for name in label_columns(one.label)]
         return list(dict.fromkeys(found))
-
-    @property
-    def longest_timeline(self) -> int:
-        """The most events of a timeline in a batch by user; a user with more has several timelines."""
-        return TIMELINE * self.max_history
 
     def statistics_groups(self) -> list[Group]:
         """The groups of `statistics`, or those that "auto" stands for; the dataset has those of a prepared one."""

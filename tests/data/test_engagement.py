@@ -148,7 +148,7 @@ def test_a_policy_that_keeps_all_changes_no_bit(config, tmp_path, batching):
 def test_nothing_after_a_sample_changes_its_history(tmp_path, monkeypatch, batching, seed):
     data, cut = table(seed=seed), 2 * 3600
     given = {"interactions": str(tmp_path / "log.parquet"), "label": "buys", "max_history": 16, "batching": batching}
-    monkeypatch.setattr("jfi.data.config.TIMELINE", 1)
+    monkeypatch.setattr("jfi.data.batches.dataset.TIMELINE", 1)
     config = data_config(**FIELDS, **given)
     pyarrow.parquet.write_table(data, tmp_path / "log.parquet")
     config = fitted(config, tmp_path / "p.json", remove=0.5, newest=1, caps=8)
@@ -213,7 +213,7 @@ def test_a_timeline_keeps_what_any_of_its_samples_keeps_newest_and_the_first_dec
     ],
 )
 def test_timelines_are_those_of_a_look_at_all_of_their_events(config, tmp_path, monkeypatch, history, options):
-    monkeypatch.setattr(DataConfig, "longest_timeline", 20)
+    monkeypatch.setattr("jfi.data.batches.dataset.TIMELINE", 1)
     given = replace(config, history=history, batching="user")
     dataset = load_dataset(fitted(given, tmp_path / "p.json", **options))
     events, fields, policy = dataset.arrays().events, dataset.arrays().engagement, dataset.policy

@@ -4,9 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from data_configs import read_blocks
 
 from jfi.data import DataConfig, DataError, load_dataset
-from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.io.blocks import read_table
 
 NAMES = ["user", "x", "tags"]
 TEXTS = ["a", "", 'quote " and \\', "],[{}\\", "\\\\", "line\nend", "用户 é", "}, {", None, True, 7, 0.25, 2**70, 1e300]

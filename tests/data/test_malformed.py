@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from data.mutations import COLUMNS, FILES, harmful, harmless, read_again
-from data_configs import data_config
+from data_configs import data_config, read_blocks
 
 from jfi.data import DataError, load_dataset
-from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.io.blocks import read_table
 
 SECONDS = 20
 

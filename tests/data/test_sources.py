@@ -11,10 +11,10 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_configs import data_config, line_of, replace_data
+from data_configs import data_config, line_of, read_blocks, replace_data
 
 from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
-from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.io.blocks import read_table
 from jfi.data.prepared import prepare
 from jfi.data.prepared.prepare import prepare_dataset
 

@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from data_configs import line_of
+from data_configs import line_of, read_blocks
 
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.io import text as decode
-from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.io.blocks import read_table
 from jfi.data.io.table import SourceRows
 
 HEADER = "user,title,time"

@@ -9,10 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from data_configs import read_blocks
 from synthetic_data import synthetic_data
 
 from jfi.data import DataConfig, DataSchema, load_dataset
-from jfi.data.io.blocks import read_blocks, read_table
+from jfi.data.io.blocks import read_table
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import train
 from jfi.training.config import Config

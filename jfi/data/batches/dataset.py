@@ -14,7 +14,7 @@ from jfi.data.batches.batch import Arrays, Batch, assemble
 from jfi.data.batches.choose_events import EventChooser
 from jfi.data.batches.negatives import Candidates, Kind
 from jfi.data.batches.order import BatchPart, ChunkOrder, Chunks, Order, SampleOrder, cut_chunks, timeline_ranges
-from jfi.data.config import Batching
+from jfi.data.config import TIMELINE, Batching
 from jfi.data.schema.schema import DataSchema
 from jfi.events.events import Histories
 from jfi.history_policies import Policy
@@ -55,7 +55,6 @@ class InteractionDataset:
         arrays: of the events, their features and the samples.
         schema: the keys of the batches and the encodings of their values.
         batching: whether each sample of a batch has its own history, or the samples of a user share a timeline.
-        max_timeline: the most events of a timeline, at least `schema.max_history`.
         policy: which events of a history stay, by their engagement; None keeps all.
 
     Raises:
@@ -67,7 +66,6 @@ class InteractionDataset:
         arrays: Arrays,
         schema: DataSchema,
         batching: Batching = "sample",
-        max_timeline: int | None = None,
         policy: Policy | None = None,
     ) -> None:
         #: Of a prepared dataset, its folder.
@@ -83,7 +81,7 @@ class InteractionDataset:
         self.chooser: EventChooser | None = None
         if policy is not None:
             self.chooser = EventChooser(policy, arrays.events, arrays.engagement, schema.max_history)
-        self.batching, self._max_timeline = batching, max_timeline or schema.max_history
+        self.batching = batching
         self._chunks: dict[str, Chunks] = {}
         #: The order of the last batches, which the parts of a batch share, and its arguments.
         self._order: tuple[tuple, Order] | None = None
@@ -117,12 +115,12 @@ class InteractionDataset:
         """Returns the time of the newest training sample."""
         return float(self._arrays.events.time[self._rows("train")[-1]])
 
-    def removed_share(self, batch_size: int, split: str = "train", probed: int = 8) -> float:
-        """Share of the events of the histories in a split's batches that the policy removes, of so many batches."""
-        order, before, after = self._order_of(split, batch_size, None, self.batching), 0, 0
-        for number in np.unique(np.linspace(0, order.num_batches - 1, probed).astype(np.int64)).tolist():
+    def removed_share(self, batch_size: int) -> float:
+        """Share of the events of the histories in training that the policy removes, of eight batches."""
+        order, before, after = self._order_of("train", batch_size, None, self.batching), 0, 0
+        for number in np.unique(np.linspace(0, order.num_batches - 1, 8).astype(np.int64)).tolist():
             part = order.part(number, 0, 1)
-            events = self.draw(split, part.samples)[0]
+            events = self.draw("train", part.samples)[0]
             before += int(self._whole_histories(events, part.offsets).lengths.sum())
             after += int(self._histories(events, part.offsets).lengths.sum())
         return 1 - after / max(1, before)
@@ -193,8 +191,8 @@ class InteractionDataset:
                 order = SampleOrder(self.num_samples(split), batch_size, shuffle, partial(self._num_events, rows))
             else:
                 if split not in self._chunks:
-                    sizes = self.schema.max_history, self._max_timeline
-                    self._chunks[split] = cut_chunks(self._arrays.events, rows, *sizes)
+                    longest = self.schema.max_history
+                    self._chunks[split] = cut_chunks(self._arrays.events, rows, longest, TIMELINE * longest)
                 order = ChunkOrder(self._chunks[split], self._samples_per_row, batch_size, shuffle)
             self._order = known = asked, order
         return known[1]

@@ -170,10 +170,10 @@ class Order:
         own = units if world_size == 1 else units[self._assign(self._work(units), world_size) == rank]
         return self._part(own, total) if len(own) else replace(self._part(units[:1], total), counts=False)
 
-    def imbalance(self, world_size: int, num_batches: int = 100) -> float:
-        """Returns the work of the busiest ranks of the first batches over that of the mean ranks."""
+    def imbalance(self, world_size: int) -> float:
+        """Returns the work of the busiest ranks of the first 100 batches over that of the mean ranks."""
         busiest = total = 0.0
-        for batch in range(min(num_batches, self.num_batches)):
+        for batch in range(min(100, self.num_batches)):
             work = self._work(self._units(batch))
             # Of several kinds of work the first one counts.
             load = np.bincount(self._assign(work, world_size), work.reshape(len(work), -1)[:, 0], world_size)

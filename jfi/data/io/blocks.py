@@ -21,7 +21,6 @@ from jfi.data.io.table import (
     BLOCK,
     SourceReading,
     SourceRows,
-    check_columns,
     columns_in,
     first_fault,
     join_tables,
@@ -106,20 +105,7 @@ DROP = "; data.null_ids: drop leaves such rows out"
 def read_table(
     paths: Any, wanted: Collection[str], config: DataConfig | None = None, setting: str = "data.interactions"
 ) -> SourceRows:
-    """Returns the rows of `read_blocks` as one table, for sources that fit in memory."""
-    return join_tables(list(read_blocks(paths, wanted, config, setting)))
-
-
-def read_blocks(
-    paths: Any,
-    wanted: Collection[str],
-    config: DataConfig | None = None,
-    setting: str = "data.interactions",
-) -> Iterator[SourceRows]:
-    """Yields the columns in `wanted` of a file, or of several files one after another, as tables of some rows.
-
-    A file without rows has a table too, so that there is at least one. All tables have the same columns; one that holds
-    lists does so in all tables where it has a value. Memory does not grow with the files.
+    """Returns the tables of `read_files` as one, for sources that fit in memory.
 
     Args:
         paths: what `find_files` takes: a file, a folder, a glob, a URL, a table in memory, or a list of these; or the
@@ -128,18 +114,13 @@ def read_blocks(
         config: says how files are read, by its encoding, delimiter and the like; None for the defaults.
         setting: the config's field that gave `paths`, for messages.
 
-    Raises:
-        DataError: a file cannot be read, its name has no known layout, a row is malformed, the files differ in the
-            columns that are in use, or a column has lists in some rows and single values in others.
-        OSError: the storage gives no rights, or fails.
-
     Example:
         >>> table = pa.table({"user_id": [7, 8], "tags": [["a"], None]})
-        >>> [block.ids("user_id").to_pylist() for block in read_blocks(table, ["user_id", "tags"])]
-        [['7', '8']]
+        >>> read_table(table, ["user_id", "tags"]).ids("user_id").to_pylist()
+        ['7', '8']
     """
     config = DataConfig() if config is None else config
-    return (table for _, table in read_files(find_table(paths, setting, config), wanted, config))
+    return join_tables([table for _, table in read_files(find_table(paths, setting, config), wanted, config)])
 
 
 def find_table(paths: Any, setting: str, config: DataConfig) -> list[File]:
@@ -169,7 +150,16 @@ def _with_settings(layout: FileLayout, config: DataConfig, setting: str) -> File
 
 
 def read_files(files: list[File], wanted: Collection[str], config: DataConfig) -> Iterator[tuple[File, SourceRows]]:
-    """Yields the tables of `read_blocks`, each after its file, of files that `find_table` has found."""
+    """Yields the columns in `wanted` of files, one after another, as tables of some rows, each after its file.
+
+    A file without rows has a table too, so that there is at least one. All tables have the same columns; one that holds
+    lists does so in all tables where it has a value. Memory does not grow with the files.
+
+    Raises:
+        DataError: a file cannot be read, a row is malformed, the files differ in the columns that are in use, or a
+            column has lists in some rows and single values in others.
+        OSError: the storage gives no rights, or fails.
+    """
     reading, lists = SourceReading(tuple(config.missing_values), files[0].is_configured), {}
     ids = {config.user, config.item, config.request_id, config.session}
     ids |= {feature.name for feature in config.features if feature.type == "category"}
@@ -182,7 +172,7 @@ def read_files(files: list[File], wanted: Collection[str], config: DataConfig) -
                 for name in sorted(names.difference(table.known)):
                     table = table.with_column(name, None)
             first = table if first is None else first
-            check_columns(first, table)
+            _check_columns(first, table)
             _check_lists(table, lists)
             for part in table.cut(BLOCK):
                 for name in ids.intersection(part.known, part.data.column_names):
@@ -194,6 +184,13 @@ def read_files(files: list[File], wanted: Collection[str], config: DataConfig) -
         _log.warning(
             "%s: column '%s' has %s values %s; write integers or texts", name_files(files), name, f"{count:,}", what
         )
+
+
+def _check_columns(first: SourceRows, table: SourceRows) -> None:
+    """Raises DataError if two tables differ in their columns in use."""
+    for one, other in ((first, table), (table, first)):
+        for name in set(one.data.column_names) & set(one.known) - set(other.known):
+            raise DataError(f"{other.name}: no column '{name}', which {one.name} has")
 
 
 def _id_columns(file: File, config: DataConfig) -> list[str]:

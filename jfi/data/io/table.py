@@ -259,13 +259,6 @@ def columns_in(data: pa.Table, wanted: Container[str]) -> pa.Table:
     return data.select(names) if names else pa.table({"": pa.nulls(len(data))})
 
 
-def check_columns(first: SourceRows, table: SourceRows) -> None:
-    """Raises DataError if two tables differ in their columns in use."""
-    for one, other in ((first, table), (table, first)):
-        for name in set(one.data.column_names) & set(one.known) - set(other.known):
-            raise DataError(f"{other.name}: no column '{name}', which {one.name} has")
-
-
 def of_other_kind(has_lists: bool) -> str:
     """Returns what is wrong with a list among single values, or with a single value among lists."""
     here, there = ("a list", "a single value") if has_lists else ("a single value", "a list")
@@ -277,8 +270,6 @@ def join_tables(tables: Sequence[SourceRows]) -> SourceRows:
     first, last = tables[0], tables[-1]
     if len(tables) == 1:
         return first
-    for table in tables:
-        check_columns(first, table)
     data = {name: _join(tables, name) for name in first.data.column_names if name in first.known}
     joined = pa.table(data or {"": pa.nulls(sum(map(len, tables)))}).replace_schema_metadata(first.data.schema.metadata)
     name = first.name if first.name == last.name else f"{first.name} to {last.name}"

@@ -203,7 +203,7 @@ class ScoringRows:
         elif config.statistics_groups():
             statistics = compute_statistics(raw, schema, ids, rows=samples, repeated=self._repeated)
         arrays = Arrays(events, ids, encode_dense(raw, schema), {"rows": samples}, None, engagement, statistics)
-        self.dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, self._policy)
+        self.dataset = InteractionDataset(arrays, schema, config.batching, self._policy)
         self.rows = raw.new("rows", np.int64, len(samples))
         self.labels = raw.new("labels", np.float32, (self.num_rows, *self.labels.shape[1:]))
         labels = config.labels_of(events.label, events.targets)[: len(config.targets())]

@@ -222,7 +222,7 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
         statistics = dense_statistics(statistics, schema, config.statistics_columns())
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
     policy = None if config.policy is None else load_policy(config.policy)
-    dataset = InteractionDataset(arrays, schema, config.batching, config.longest_timeline, policy)
+    dataset = InteractionDataset(arrays, schema, config.batching, policy)
     lengths = describe_lengths(*map(_numpy, _read(folder / _LENGTHS).values()), config.max_history)
     dataset.summary = dataclasses.replace(Summary.load(folder / _SUMMARY), history_lengths=lengths)
     dataset.folder, dataset.verification = folder, verification

@@ -158,8 +158,8 @@ def label_columns(label: str) -> list[str]:
     return parse_rule(label).columns if column is None else [column]
 
 
-def describe_values(tables: Iterable[SourceRows], column: str, most: int = 10) -> str:
-    """The most frequent values of a column of tables, with counts, for messages.
+def describe_values(tables: Iterable[SourceRows], column: str) -> str:
+    """The ten most frequent values of a column of tables, with counts, for messages.
 
     >>> describe_values([], "action")
     "values of 'action': none"
@@ -168,8 +168,8 @@ def describe_values(tables: Iterable[SourceRows], column: str, most: int = 10) -
     for table in tables:
         for pair in table.strings(column).drop_null().value_counts():
             counts[pair["values"].as_py()] += pair["counts"].as_py()
-    shown = ", ".join(f"{value[:40]} ({count})" for value, count in counts.most_common(most))
-    more = f" and {len(counts) - most} more" if len(counts) > most else ""
+    shown = ", ".join(f"{value[:40]} ({count})" for value, count in counts.most_common(10))
+    more = f" and {len(counts) - 10} more" if len(counts) > 10 else ""
     return f"values of '{column}': {shown or 'none'}{more}"
 
 

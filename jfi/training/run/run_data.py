@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset, load_dataset
-from jfi.data.config import FILES
+from jfi.data.config import FILES, TIMELINE
 from jfi.data.prepared.manifest import RUN_SETTINGS, resolve
 from jfi.data.prepared.prepare import open_temporary, prepare_into
 from jfi.data.prepared.store import DATA, FINGERPRINT, TIMELINES, TRAIN, fingerprint_of, read_fingerprint
@@ -153,7 +153,7 @@ def describe_batches(run: RunFolder, config: Config, dataset: InteractionDataset
     """
     known, training, timelines = read_fingerprint(run.data), config.training, {}
     if config.data.batching == "user":
-        timelines = {"the longest timeline": config.data.longest_timeline}
+        timelines = {"the longest timeline": TIMELINE * config.data.max_history}
         timelines["the SHA-256 of the events' users and times"] = known[TIMELINES]
     return {
         "the number of training samples": dataset.num_samples("train"),
