@@ -168,9 +168,9 @@ def measure(form: str, config: DataConfig, results: multiprocessing.Queue) -> No
         seconds, peak = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         digest = hashlib.sha256()
         for one in ("user", "item"):
-            digest.update("\n".join(read_ids(folder / "rows", one).to_pylist()).encode())
+            digest.update("\n".join(read_ids(folder, one).to_pylist()).encode())
         columns = read_columns(folder / "rows")
-        order, split = read_order_and_split(folder / "order")
+        order, split = read_order_and_split(folder)
         for column in ("user", "item", "time", "label", "category genre", "number price", ROW):
             digest.update(np.ascontiguousarray(columns[column]).data)
         digest.update(np.ascontiguousarray(order, np.int64).data)

@@ -26,6 +26,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.blocks import count_rows, describe_left_out, identify_files
 from jfi.data.prepared.manifest import check_equal, check_fits, resolve
 from jfi.data.prepared.stages.column_files import (
+    SCRATCH,
     ColumnWriter,
     map_to_write,
     read_columns,
@@ -33,7 +34,7 @@ from jfi.data.prepared.stages.column_files import (
     write_arrow,
     write_true_rows,
 )
-from jfi.data.prepared.stages.columns import SCRATCH, Columns, read_engagement
+from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, known_items, learn_schema
 from jfi.data.prepared.stages.read import (
     SourceTables,
@@ -129,23 +130,22 @@ def make_dataset(config: DataConfig, schema: DataSchema | None, stages: "Stages"
 
 def read_and_sort(given: SourceTables, stages: "Stages", check: bool = True) -> None:
     """Writes the folders `read`, `rows` and `order` of the stages; with `check` all labels must vary."""
-    read, rows, order, scratch = (stages.folder / name for name in ("read", "rows", "order", SCRATCH))
-    config, memory = given.config, stages.memory
+    work, config, memory = stages.folder, given.config, stages.memory
     with stages.run("read", count_rows(given.files)) as advance:
         if advance is not None:
-            reader = read_rows(given.interactions(), config, read, advance)
+            reader = read_rows(given.interactions(), config, work / "read", advance)
             if reader is None:
                 raise DataError(f"{given.name}: no rows")
             if check:
                 check_rows(reader, given.name, given.blocks)
-    count = len(read_columns(rows if stages.is_done("rows") else read)["user"])
+    count = len(read_columns(work / ("rows" if stages.is_done("rows") else "read"))["user"])
     with stages.run("rows", 2 * count, "sort") as advance:
         if advance is not None:
-            sort_rows(read, rows, config, memory, scratch, advance)
-    remove_columns(read)
+            sort_rows(work, config, memory, advance)
+    remove_columns(work / "read")
     with stages.run("order", 2 * count, "split") as advance:
         if advance is not None:
-            order_and_split(rows, order, config, memory, scratch, advance, given.blocks)
+            order_and_split(work, config, memory, advance, given.blocks)
 
 
 def sorted_events(
@@ -160,7 +160,7 @@ def sorted_events(
         histories: the rows that histories consist of; None for those of `data.history`.
     """
     columns = read_columns(work / "rows")
-    split = read_order_and_split(work / "order")[1] if split is None else split
+    split = read_order_and_split(work)[1] if split is None else split
     if histories is None and config.history is not None:
         histories = write_true_rows(work / SCRATCH / "histories", columns["event"])
     targets = {name: columns[name] for name in config.target_names()}
@@ -174,7 +174,7 @@ def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, d
     Each column is written once.
     """
     config, out = given.config, work / "result"
-    events, order = sorted_events(config, work), read_order_and_split(work / "order")[0]
+    events, order = sorted_events(config, work), read_order_and_split(work)[0]
     columns = Columns(given, work, events)
     schema = schema or learn_schema(columns)
     write_arrow(out / EVENTS, event_table(columns, schema))

@@ -28,8 +28,8 @@ from jfi.data.io.blocks import (
 from jfi.data.io.paths import File
 from jfi.data.io.table import SourceRows
 from jfi.data.prepared.prepare import Stages, sorted_events
-from jfi.data.prepared.stages.column_files import new_map, read_columns, remove_columns, write_true_rows
-from jfi.data.prepared.stages.columns import SCRATCH, Columns, read_engagement
+from jfi.data.prepared.stages.column_files import SCRATCH, new_map, read_columns, remove_columns, write_true_rows
+from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
 from jfi.data.prepared.stages.read import SourceTables, read_rows
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
@@ -167,7 +167,7 @@ class ScoringRows:
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
-            sort_rows(folder / "read", folder / "rows", config, memory, folder / SCRATCH, advance)
+            sort_rows(folder, config, memory, advance)
         remove_columns(folder / "read")
         self._open(positives)
 
@@ -186,7 +186,7 @@ class ScoringRows:
     def _open(self, positives: bool) -> None:
         """Maps the sorted rows."""
         config, schema, folder = self._config, self._schema, self._folder
-        columns, item_ids, candidates = read_columns(folder / "rows"), read_ids(folder / "rows", "item"), None
+        columns, item_ids, candidates = read_columns(folder / "rows"), read_ids(folder, "item"), None
         first = len(columns[ROW]) - self.num_rows  # the rows to score are the last ones that were read
         if positives:
             item_ids, candidates, known = _with_candidates(item_ids, schema, self._tables.items is not None)

@@ -19,12 +19,11 @@ from jfi.data.prepared.stages.column_files import map_arrow, write_arrow
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import CONTEXT, check_kind, column_name, id_type, known_items
 from jfi.data.prepared.stages.splits import SPLITS
-from jfi.data.prepared.stages.statistics import dense_statistics, past_index
+from jfi.data.prepared.stages.statistics import dense_statistics, past_index, statistics_of
 from jfi.data.prepared.summary import Summary, count_lengths, describe_lengths
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import CODEC, DataSchema, Entity
 from jfi.events.events import SortedEvents, index_type
-from jfi.events.statistics import Statistics
 from jfi.utils.files import DamagedFileError, is_storage_fault, naming, read_sums, sha256_of, write_sums
 from jfi.utils.jagged import blocks
 
@@ -216,10 +215,7 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
     if negatives is not None and config.statistics_groups():
         past = {name: _numpy(column.values) for name, column in _read(folder / _PAST).items()}
         index = past_index(events, schema, ids, is_implicit=True, arrays=past)
-        encodings = schema.encodings
-        made = config.statistics_groups(), config.names("item", "category"), encodings.window, encodings.half_lives
-        statistics = Statistics(index, *made, *config.event_values())
-        statistics = dense_statistics(statistics, schema, config.statistics_columns())
+        statistics = dense_statistics(statistics_of(index, config, schema.encodings), schema, config)
     arrays = Arrays(events, ids, (users, items, dense["event"]), samples, negatives, engagement, statistics)
     policy = None if config.policy is None else load_policy(config.policy)
     dataset = InteractionDataset(arrays, schema, config.batching, policy)

@@ -102,7 +102,7 @@ def _load(store: Store, reader: EventReader, config: DataConfig, schema: DataSch
     with temporary_folder("jfi-state-") as folder:
         read_and_sort(given, Stages(folder, durable=False), check=False)
         columns = Columns(given, folder, sorted_events(config, folder))
-        users = read_ids(folder / "rows", "user").to_pylist()
+        users = read_ids(folder, "user").to_pylist()
         names = Dictionaries()
         encoded = [_Encoded(column, columns, reader, names) for column in reader.layout.columns]
 

@@ -228,7 +228,7 @@ class SavedRun:
             DataError: as `predict`.
         """
         with self._read(self._sources(interactions, history, users, items, semantic_ids), memory) as (rows, folder):
-            return _as_given(attention(self.model, rows, read_ids(folder / "rows", "item"), batch_size), interactions)
+            return _as_given(attention(self.model, rows, read_ids(folder, "item"), batch_size), interactions)
 
     @contextmanager
     def _read(self, sources: Sources, memory: str | None) -> Iterator[tuple[ScoringRows, Path]]:

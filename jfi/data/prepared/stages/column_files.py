@@ -13,6 +13,8 @@ from jfi.events.events import index_type
 from jfi.utils.jagged import blocks
 
 _INDEX = "columns.json"
+#: The folder of temporary files, next to those of the stages.
+SCRATCH = "scratch"
 
 
 class ColumnWriter:

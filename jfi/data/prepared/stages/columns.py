@@ -11,7 +11,7 @@ from jfi.data.batches.choose_events import ONLY_SURFACE, Engagement
 from jfi.data.errors import DataError
 from jfi.data.io.blocks import DROP
 from jfi.data.io.table import SourceRows
-from jfi.data.prepared.stages.column_files import new_map, read_columns
+from jfi.data.prepared.stages.column_files import SCRATCH, new_map, read_columns
 from jfi.data.prepared.stages.read import RawColumn, SourceTables, read_values
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.prepared.stages.splits import SPLITS, count_training
@@ -20,9 +20,6 @@ from jfi.data.schema.schema import Entity
 from jfi.events.events import SortedEvents
 from jfi.utils.encoding import CROSSED, LARGEST_NUMBER
 from jfi.utils.jagged import blocks
-
-#: The folder of temporary files, next to those of the stages.
-SCRATCH = "scratch"
 
 
 class Columns:
@@ -57,8 +54,8 @@ class Columns:
         #: Lines for the summary.
         self.notes: list[str] = []
         self._crossed: dict[str, CodedColumn] = {}
-        item_ids = read_ids(work / "rows", "item") if item_ids is None else item_ids
-        self._keys = {"user": (self.config.user, read_ids(work / "rows", "user")), "item": (self.config.item, item_ids)}
+        item_ids = read_ids(work, "item") if item_ids is None else item_ids
+        self._keys = {"user": (self.config.user, read_ids(work, "user")), "item": (self.config.item, item_ids)}
         self._index = {"user": events.user, "item": events.item}
         #: By entity the row of each user or item in its table, else its first event in time; -1 where there is none.
         self._positions = {

@@ -19,7 +19,7 @@ from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages import splits
-from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, new_map, read_columns, write_arrow
+from jfi.data.prepared.stages.column_files import SCRATCH, ColumnWriter, map_arrow, new_map, read_columns, write_arrow
 from jfi.data.prepared.stages.read import raw_columns, read_values
 from jfi.data.schema.columns import sort_values
 from jfi.events.events import first_rows, index_type, user_blocks
@@ -149,22 +149,19 @@ ROW = "row"
 Advance = Callable[[int], None]
 
 
-def sort_rows(
-    source: Path, folder: Path, config: DataConfig, memory: str | None, scratch: Path, advance: Advance
-) -> None:
-    """Sorts the rows of `read_rows` by (user, timestamp, item); equal ones keep the table's order.
+def sort_rows(work: Path, config: DataConfig, memory: str | None, advance: Advance) -> None:
+    """Sorts the rows of the stage `read` by (user, timestamp, item); equal ones keep the table's order.
 
-    `folder` gets the same columns and `ROW`, users and items by the index of their sorted ids, which are in
+    The stage `rows` gets the same columns and `ROW`, users and items by the index of their sorted ids, which are in
     files of the same folder.
 
     Args:
-        source: folder of the first stage.
-        folder: of this stage, empty.
+        work: folder of the stages.
         config: the meaning of the columns.
-        memory: most that the engine holds in memory; None is half of what is free.
-        scratch: folder for the engine's temporary files.
+        memory: as for `sort_batches`.
         advance: called with the number of rows after each block, once as they are given and once as they return.
     """
+    source, folder = work / "read", work / "rows"
     columns, ranks = read_columns(source), {}
     for name in ("user", "item"):
         values = read_values(source, name)
@@ -191,7 +188,7 @@ def sort_rows(
 
     types = {name: columns[name].dtype for name in (*plain, *offsets, *offsets.values())}
     writer = ColumnWriter(folder, types | {ROW: np.int64})
-    for batch in sort_batches(given(), ["user", "time", "item", ROW], memory, scratch):
+    for batch in sort_batches(given(), ["user", "time", "item", ROW], memory, work / SCRATCH):
         for name in (*plain, ROW):
             writer.append(name, batch.column(name).to_numpy())
         for name, bounds in offsets.items():
@@ -203,24 +200,13 @@ def sort_rows(
 
 
 def order_and_split(
-    source: Path,
-    folder: Path,
-    config: DataConfig,
-    memory: str | None,
-    scratch: Path,
-    advance: Advance,
-    tables: Callable[[], Iterable[SourceRows]],
+    work: Path, config: DataConfig, memory: str | None, advance: Advance, tables: Callable[[], Iterable[SourceRows]]
 ) -> None:
-    """Writes the columns `order`, the rows of `sort_rows` by (timestamp, user, item), and `split`.
+    """Writes the columns `order`, the rows of `sort_rows` by (timestamp, user, item), and `split` of the stage `order`.
 
-    Args:
-        source: folder of the second stage.
-        folder: of this stage, empty.
-        config: the split.
-        memory, scratch, advance: as for `sort_rows`.
-        tables: gives the rows again, to name one whose group is cut.
+    `tables` gives the rows again, to name one whose group is cut; the other arguments are those of `sort_rows`.
     """
-    columns = read_columns(source)
+    folder, columns = work / "order", read_columns(work / "rows")
     time, count = columns["time"], len(columns["time"])
 
     def given() -> Iterator[pa.RecordBatch]:
@@ -235,7 +221,7 @@ def order_and_split(
         if config.request_id is not None:
             _check_groups(columns, split, config.request_id, tables)
     if config.split == "user":
-        of_users = splits.split_users(read_ids(source, "user").to_pylist(), config.fractions)
+        of_users = splits.split_users(read_ids(work, "user").to_pylist(), config.fractions)
         for begin, end in blocks(count):
             split[begin:end] = of_users[columns["user"][begin:end]]
     if config.split == "leave_one_out":
@@ -246,7 +232,7 @@ def order_and_split(
     labeled = sum(int((~np.isnan(columns["label"][begin:end])).sum()) for begin, end in blocks(count))
     cuts, before = splits.time_cuts(labeled, config.fractions), 0
     # The rows are sorted by user and item, so among equal times their number gives this order.
-    for batch in sort_batches(given(), ["time", ROW], memory, scratch):
+    for batch in sort_batches(given(), ["time", ROW], memory, work / SCRATCH):
         rows = batch.column(ROW).to_numpy()
         writer.append("order", rows)
         if config.split == "time":
@@ -293,11 +279,11 @@ def _check_groups(
     raise DataError(f"the rows of a value of '{name}' are in more than one split")
 
 
-def read_order_and_split(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+def read_order_and_split(work: Path) -> tuple[np.ndarray, np.ndarray]:
     """The columns of `order_and_split`."""
-    return read_columns(folder)["order"], np.load(folder / "split.npy", mmap_mode="r")
+    return read_columns(work / "order")["order"], np.load(work / "order/split.npy", mmap_mode="r")
 
 
-def read_ids(folder: Path, name: str) -> pa.Array:
+def read_ids(work: Path, name: str) -> pa.Array:
     """The sorted ids of `sort_rows`, of "user" or "item"."""
-    return map_arrow(folder / f"{name}_ids.arrow")["id"]
+    return map_arrow(work / f"rows/{name}_ids.arrow")["id"]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from jfi.data.batches.negatives import NegativeSampler
+from jfi.data.config import DataConfig
 from jfi.data.prepared.stages.columns import Columns, read_sessions
 from jfi.data.prepared.stages.splits import SPLITS
 from jfi.data.schema.columns import Categorical, moments
@@ -66,8 +67,16 @@ def past_index(
     )
 
 
-def dense_statistics(statistics: Statistics, schema: DataSchema, names: list[str]) -> DenseStatistics:
-    """Returns what fills the columns `names` of the dense features of a batch."""
+def statistics_of(index: PastIndex, config: DataConfig, encodings: Encodings) -> Statistics:
+    """Returns what makes the statistics of a resolved config of an index."""
+    categories = config.names("item", "category")
+    made = config.statistics_groups(), categories, encodings.window, encodings.half_lives
+    return Statistics(index, *made, *config.event_values())
+
+
+def dense_statistics(statistics: Statistics, schema: DataSchema, config: DataConfig) -> DenseStatistics:
+    """Returns what fills the columns of the dense features of a batch that statistics make."""
+    names = config.statistics_columns()
     return DenseStatistics(
         statistics, [(name, schema.dense_names.index(name), schema.encodings.scale(name)) for name in names]
     )
@@ -127,12 +136,10 @@ def compute_statistics(
         events = replace(events, label=label)
     session = read_sessions(columns) if {*SESSIONS} & {*config.statistics_groups()} else None
     index = past_index(events, schema, ids, config.is_implicit, session, new=columns.temporary)
-    categories, encodings = config.names("item", "category"), schema.encodings
-    made = config.statistics_groups(), categories, encodings.window, encodings.half_lives
-    statistics = Statistics(index, *made, *config.event_values())
+    encodings = schema.encodings
+    statistics = statistics_of(index, config, encodings)
     columns.computed |= statistics.of_rows(rows, columns.new)
-    names = config.statistics_columns()
-    if missing := [name for name in names if name not in schema.encodings.moments]:
+    if missing := [name for name in config.statistics_columns() if name not in schema.encodings.moments]:
         labeled, training, validation = ~np.isnan(events.label), columns.computed, columns.computed
         trained, held_out = columns.train & labeled, (events.split == SPLITS.index("validation")) & labeled
         if negatives is not None:
@@ -145,7 +152,7 @@ def compute_statistics(
         trained, held_out = (_spread(np.flatnonzero(one), _ROWS) for one in (trained, held_out))
         values = ((name, training[name][trained], validation[name][held_out]) for name in missing)
         columns.notes.extend(_learn_scales(values, encodings))
-    return dense_statistics(statistics, schema, names)
+    return dense_statistics(statistics, schema, config)
 
 
 def _learn_scales(values: Iterable[tuple[str, np.ndarray, np.ndarray]], encodings: Encodings) -> list[str]:
