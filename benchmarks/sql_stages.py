@@ -30,7 +30,7 @@ from jfi.data import DataConfig, FeatureConfig
 from jfi.data.io.blocks import DROP
 from jfi.data.prepared.prepare import Stages, read_and_sort
 from jfi.data.prepared.stages.column_files import ColumnWriter, new_map, read_columns, write_arrow
-from jfi.data.prepared.stages.read import RowReader, SourceTables, open_tables, raw_columns, read_labels, read_rows
+from jfi.data.prepared.stages.read import RowReader, SourceTables, open_tables, raw_columns, read_labels
 from jfi.data.prepared.stages.sort import ROW, order_and_split, read_ids, read_order_and_split, sort_rows
 from jfi.data.prepared.stages.splits import split_by_time, time_cuts
 from jfi.data.schema.columns import Dictionary
@@ -156,7 +156,7 @@ def _split(db: duckdb.DuckDBPyConnection, config: DataConfig, folder: Path) -> N
 FORMS: dict[str, Callable[[SourceTables, Path], None]] = {"stages": by_stages, "sql": by_sql}
 #: What reads, numbers, sorts and splits in each form.
 _OWN = {
-    "stages": (Dictionary, RowReader, read_rows, sort_rows, order_and_split, split_by_time),
+    "stages": (Dictionary, RowReader, sort_rows, order_and_split, split_by_time),
     "sql": (by_sql, _read, _chain, _number, _sort, _split),
 }
 

@@ -309,7 +309,7 @@ def counted(module, name):
     setattr(module, name, call)
 
 for module, names in {
-    prepare: ("read_rows", "sort_rows", "order_and_split", "write_prepared", "sync", "choose_samples"),
+    prepare: ("RowReader", "sort_rows", "order_and_split", "write_prepared", "sync", "choose_samples"),
     prepare_sort: ("write_arrow", "sort_batches"),
     store: ("write_arrow", "write_sums"),
 }.items():
@@ -390,7 +390,7 @@ def test_one_process_at_a_time_prepares_a_folder(tmp_path, table, monkeypatch):
     def prepare_again(*_):
         prepare_dataset(config_of(table), tmp_path / "prepared")
 
-    monkeypatch.setattr(prepare, "read_rows", prepare_again)
+    monkeypatch.setattr(prepare, "RowReader", prepare_again)
     with pytest.raises(DataError, match="another process is preparing this dataset"):
         prepare_again()
 

@@ -109,7 +109,7 @@ def shown(monkeypatch, capsys) -> Callable[[], list[str]]:
 def test_loading_writes_lines_to_a_log_while_a_file_is_read_and_while_rows_are_sorted(tmp_path, shown, monkeypatch):
     write_table(tmp_path / "table.csv", [row(i) for i in range(200)])
     lines: list[str] = []
-    for name in ("read_rows", "sort_rows", "order_and_split", "write_prepared"):
+    for name in ("RowReader", "sort_rows", "order_and_split", "write_prepared"):
         slow = getattr(prepare, name)
 
         def slower(*arguments: object, slow: Callable = slow) -> object:

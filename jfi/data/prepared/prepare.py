@@ -36,13 +36,7 @@ from jfi.data.prepared.stages.column_files import (
 )
 from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, known_items, learn_schema
-from jfi.data.prepared.stages.read import (
-    SourceTables,
-    check_rows,
-    open_tables,
-    read_rows,
-    read_warnings,
-)
+from jfi.data.prepared.stages.read import RowReader, SourceTables, open_tables, read_warnings
 from jfi.data.prepared.stages.sort import (
     MemoryLimitError,
     check_memory,
@@ -133,11 +127,12 @@ def read_and_sort(given: SourceTables, stages: "Stages", check: bool = True) -> 
     work, config, memory = stages.folder, given.config, stages.memory
     with stages.run("read", count_rows(given.files)) as advance:
         if advance is not None:
-            reader = read_rows(given.interactions(), config, work / "read", advance)
-            if reader is None:
+            reader = RowReader(config, work / "read")
+            reader.read(given.interactions(), advance)
+            if not reader.rows:
                 raise DataError(f"{given.name}: no rows")
             if check:
-                check_rows(reader, given.name, given.blocks)
+                reader.check(given.name, given.blocks)
     count = len(read_columns(work / ("rows" if stages.is_done("rows") else "read"))["user"])
     with stages.run("rows", 2 * count, "sort") as advance:
         if advance is not None:

@@ -31,7 +31,7 @@ from jfi.data.prepared.prepare import Stages, sorted_events
 from jfi.data.prepared.stages.column_files import SCRATCH, new_map, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
-from jfi.data.prepared.stages.read import SourceTables, read_rows
+from jfi.data.prepared.stages.read import RowReader, SourceTables
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.columns import Categorical
@@ -163,7 +163,8 @@ class ScoringRows:
         self.labels = np.zeros((0, len(config.targets())) if len(config.targets()) > 1 else 0, np.float32)
         stages = Stages(folder, durable=False, memory=memory)
         with stages.run("read", count_rows(files)) as advance:
-            reader = read_rows(self._interactions(), config, folder / "read", advance, lists)
+            reader = RowReader(config, folder / "read", lists)
+            reader.read(self._interactions(), advance)
         if not self.num_rows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:

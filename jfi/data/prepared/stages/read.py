@@ -123,60 +123,8 @@ def raw_columns(config: DataConfig) -> list[RawColumn]:
     return columns + [RawColumn(name, "number") for name in dict.fromkeys(numbers) if name not in made]
 
 
-def read_rows(
-    tables: Iterable[tuple[int, SourceRows]],
-    config: DataConfig,
-    folder: Path,
-    advance: Callable[[int], None],
-    lists: set[str] | None = None,
-) -> "RowReader | None":
-    """Reads interactions into `folder`, which must be empty; returns None if there are no rows.
-
-    Args:
-        tables: the interactions in blocks of rows, each after the number of its split.
-        config: the meaning of the columns.
-        folder: of the stage.
-        advance: called with the number of rows after each block.
-        lists: the multi-valued columns; None means those whose first value is a list.
-
-    Raises:
-        DataError: a fault in the files.
-    """
-    reader, left_out = None, 0
-    for split, table in tables:
-        left_out += table.left_out
-        if len(table):
-            reader = reader or RowReader(config, table, folder, lists)
-            reader.append(table, split)
-        advance(len(table) + table.left_out)
-    if reader is not None:
-        reader.left_out = left_out
-        reader.close()
-    return reader
-
-
-def check_rows(reader: "RowReader", name: str | None, tables: Callable[[], Iterable[SourceRows]]) -> None:
-    """Checks that each label and the rule of histories hold in some rows; writes the warnings of the rows.
-
-    Args:
-        reader: has read all rows.
-        name: of the table, for messages.
-        tables: gives the rows again, to show their values.
-    """
-    config, folder = reader.config, reader.folder
-    for one, counts in zip(config.trained_labels(), reader.labels, strict=True):
-        check_held(name, "label", one.label, counts, tables)
-    check_held(name, "history", config.history, (reader.rows - reader.events, reader.events), tables)
-    warnings = describe_left_out(name, reader.rows, reader.left_out)
-    warnings += [
-        f"{setting} '{rule}': no row has the value '{value}'; {describe_values(tables(), column)}"
-        for setting, rule, column, value in reader.absent or []
-    ]
-    (folder / _WARNINGS).write_text(json.dumps(warnings))
-
-
 def read_warnings(folder: Path) -> list[str]:
-    """Warnings of the rows that `check_rows` has checked, a line each."""
+    """Warnings of the rows that `RowReader.check` has checked, a line each."""
     return json.loads((folder / _WARNINGS).read_text())
 
 
@@ -187,9 +135,15 @@ def read_values(folder: Path, column: str) -> pa.Array:
 
 
 class RowReader:
-    """Writes blocks of rows as numbers into column files."""
+    """Writes blocks of rows as numbers into column files.
 
-    def __init__(self, config: DataConfig, first: SourceRows, folder: Path, lists: set[str] | None) -> None:
+    Args:
+        config: the meaning of the columns.
+        folder: of the stage, empty.
+        lists: the multi-valued columns; None means those whose first value is a list.
+    """
+
+    def __init__(self, config: DataConfig, folder: Path, lists: set[str] | None = None) -> None:
         self.config, self.folder, self.rows = config, folder, 0
         #: Rows without an id that are not among `rows`.
         self.left_out = 0
@@ -197,12 +151,6 @@ class RowReader:
         #: The values that no row has so far, after the setting, the rule and the column that they are compared with.
         self.absent: list[tuple[str, str, str, str]] | None = None
         self._columns = raw_columns(config)
-        for setting in ("user", "item", "timestamp"):
-            first.require(getattr(config, setting), f" (data.{setting})")
-        if config.items is None:
-            for column in self._columns:
-                if column.name in config.names("item"):
-                    first.require(column.name, " (data.items is not set)")
         categories = [column for column in self._columns if column.kind == "category"]
         #: By column whether it is multi-valued, as far as rows have shown it.
         self._lists = {} if lists is None else {column.name: column.name in lists for column in categories}
@@ -219,9 +167,50 @@ class RowReader:
         coded = ["user", "item", *(column.file for column in categories)]
         self._dictionaries = {name: Dictionary(lambda codes, name=name: self._put(name, codes)) for name in coded}
 
+    def read(self, tables: Iterable[tuple[int, SourceRows]], advance: Callable[[int], None]) -> None:
+        """Reads all rows.
+
+        Args:
+            tables: the interactions in blocks of rows, each after the number of its split.
+            advance: called with the number of rows after each block.
+
+        Raises:
+            DataError: a fault in the files.
+        """
+        for split, table in tables:
+            self.left_out += table.left_out
+            if len(table):
+                self.append(table, split)
+            advance(len(table) + table.left_out)
+        self._close()
+
+    def check(self, name: str, tables: Callable[[], Iterable[SourceRows]]) -> None:
+        """Checks that each label and the rule of histories hold in some rows; writes the warnings of the rows.
+
+        Args:
+            name: of the table, for messages.
+            tables: gives the rows again, to show their values.
+        """
+        config = self.config
+        for one, counts in zip(config.trained_labels(), self.labels, strict=True):
+            check_held(name, "label", one.label, counts, tables)
+        check_held(name, "history", config.history, (self.rows - self.events, self.events), tables)
+        warnings = describe_left_out(name, self.rows, self.left_out)
+        warnings += [
+            f"{setting} '{rule}': no row has the value '{value}'; {describe_values(tables(), column)}"
+            for setting, rule, column, value in self.absent or []
+        ]
+        (self.folder / _WARNINGS).write_text(json.dumps(warnings))
+
     def append(self, table: SourceRows, split: int) -> None:
         """Appends rows of the split of that number, if the config gives the rows of each split."""
         config, put = self.config, self._put
+        for setting in ("user", "item", "timestamp"):
+            table.require(getattr(config, setting), f" (data.{setting})")
+        if config.items is None:
+            for column in self._columns:
+                if column.name in config.names("item"):
+                    table.require(column.name, " (data.items is not set)")
         if made := next((name for name in config.statistics_columns() if name in table.known), None):
             raise DataError(
                 f"{table.name}: has a column '{made}', which data.statistics makes; rename it, or leave its "
@@ -300,7 +289,7 @@ class RowReader:
         alone = -1 - (self.rows + np.arange(len(table)))
         return np.where(codes < 0, alone, np.array([*hashes, 0], np.int64)[codes])
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Writes what is left, and the distinct values."""
         for column in self._columns:
             if column.kind == "category" and column.name not in self._lists:
