@@ -15,7 +15,7 @@ from jfi.data.errors import DataError
 from jfi.data.io.arrays import as_text, type_name
 from jfi.data.io.table import SourceRows
 from jfi.data.schema.schema import CODEC
-from jfi.data.schema.semantic_ids import read_sids
+from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.semantic_ids.codec import Codec, Progress
 from jfi.semantic_ids.content import Content
 from jfi.semantic_ids.packing import UNKNOWN_SID
@@ -116,8 +116,9 @@ def add_items(
     items = table.column(column)
     known, old = items[:0], torch.empty(0, dtype=torch.int64)
     if path.exists():
-        known, old = read_sids(path, column, codec)
-    index = pc.fill_null(pc.index_in(_texts(items), value_set=_texts(known)), -1).to_numpy().astype(np.int64)
+        ids = SemanticIDs.read(path, column, "--out", codec)
+        known, old = ids.items, torch.from_numpy(ids.sids)
+    index = pc.fill_null(pc.index_in(as_text(items), value_set=as_text(known)), -1).to_numpy().astype(np.int64)
     new = np.flatnonzero(index < 0)
     late = np.flatnonzero(index >= 0)
     late = late[old.numpy()[index[late]] == UNKNOWN_SID]
@@ -130,20 +131,16 @@ def add_items(
     return Added(pa.concat_arrays([known, added]), torch.cat([old, sids]), len(known), late_ones)
 
 
-def _texts(items: pa.Array) -> pa.Array:
-    return as_text(items).cast(pa.large_string())
-
-
 def _in_type(kind: pa.DataType, path: Path, table: SourceRows, column: str, rows: np.ndarray) -> pa.Array:
     """Returns the items of some rows in the type of a file, where their texts must be the same."""
     items = table.column(column).take(pa.array(rows))
-    texts = _texts(items)
+    texts = as_text(items)
     try:
         found = items.cast(kind)
     except pa.ArrowException:
         what = f"'{column}' has type {type_name(items.type)}, which does not go with {kind} of {path}"
         raise DataError(f"{table.name}: {what}") from None
-    changed = pc.not_equal(_texts(found), texts).to_numpy(False)
+    changed = pc.not_equal(as_text(found), texts).to_numpy(False)
     if changed.any():
         i = int(changed.argmax())
         what = f"'{column}' is '{texts[i]}', which as {kind}, the type of {path}, is '{as_text(found)[i]}'"

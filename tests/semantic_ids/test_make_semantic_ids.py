@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jfi.data import DataError
-from jfi.data.schema.semantic_ids import read_sids, write_sids
+from jfi.data.schema.semantic_ids import SemanticIDs, write_sids
 from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.utils.files import read_sums, sha256_of, write_sums
 
@@ -342,12 +342,13 @@ def test_a_flipped_bit_of_the_ids_is_refused_or_changes_nothing(tmp_path, kind, 
         content[bit // 8] ^= 1 << bit % 8
         path.write_bytes(content)
         try:
-            found, ids = read_sids(path, "item", codec)
+            found = SemanticIDs.read(path, "item", codec=codec)
         except DataError as fault:
             refused += 1
             assert str(path) in str(fault) and "\n" not in str(fault), bit
         else:
-            assert found.cast(pa.string()).equals(items.cast(pa.string())) and torch.equal(ids, sids), bit
+            assert found.items.cast(pa.string()).equals(items.cast(pa.string())), bit
+            assert torch.equal(torch.from_numpy(found.sids), sids), bit
     assert refused > len(good) // 5
 
 
@@ -360,4 +361,4 @@ def test_ids_without_a_checksum_are_refused(tmp_path):
     assert len(metadata) < len(table.schema.metadata)
     pq.write_table(table.replace_schema_metadata(metadata), path)
     with pytest.raises(DataError, match="damaged, its items and IDs do not match their SHA-256"):
-        read_sids(path, "item", codec)
+        SemanticIDs.read(path, "item", codec=codec)

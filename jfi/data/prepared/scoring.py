@@ -19,11 +19,9 @@ from jfi.data.io.blocks import (
     count_rows,
     describe_left_out,
     existing_interactions,
-    find_interactions,
     find_table,
     name_files,
     read_files,
-    read_table,
 )
 from jfi.data.io.paths import File
 from jfi.data.io.table import SourceRows
@@ -31,12 +29,11 @@ from jfi.data.prepared.prepare import Stages, sorted_events
 from jfi.data.prepared.stages.column_files import SCRATCH, new_map, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_dense, encode_features, has_lists
-from jfi.data.prepared.stages.read import RowReader, SourceTables
+from jfi.data.prepared.stages.read import RowReader, open_tables
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema, as_array
-from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.events.events import first_rows, order_by_item, user_blocks
 from jfi.events.groups import SESSIONS
 from jfi.history_policies import Policy
@@ -135,10 +132,6 @@ class ScoringRows:
         #: Whether a log is there of what happened before the rows, given or the run's own.
         self.has_history = sources.history is not None
         self._config = config = _config_of(config.resolved(), sources, policy is not None, trains)
-        users, items = (
-            None if files is None else read_table(files, config.columns(), config)
-            for files in (sources.users, sources.items)
-        )
         self._wanted, self._past = config.columns(of_interactions=True), past
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
         self._warned: set[str] = set()
@@ -150,8 +143,11 @@ class ScoringRows:
         self.num_rows = 0
         #: The types of the columns of each of the files of keys.
         self._keys: list[pa.Schema] = []
-        files, sids = find_interactions(config), self._read_sids(sources)
-        self._tables = SourceTables(config, files, users, items, sids, are_complete=False)
+        if schema.codec is None and sources.semantic_ids is not None:
+            raise DataError(f"semantic_ids: got {sources.semantic_ids!r}, but the run has no semantic IDs")
+        self._tables = replace(open_tables(config, "semantic_ids"), are_complete=False)
+        if self._tables.sids is not None:
+            self._tables.sids.check_codec(schema.codec, "the run", "semantic_ids")
         lists = {spec.column for spec in schema.features if has_lists(schema, spec.column)}
         #: The split "rows" has the rows to score; None if there are none.
         self.dataset: InteractionDataset | None = None
@@ -162,7 +158,7 @@ class ScoringRows:
         #: `[N]` float32, or `[N, L]` of L labels; NaN where there is none, and for a positive of an unknown item.
         self.labels = np.zeros((0, len(config.targets())) if len(config.targets()) > 1 else 0, np.float32)
         stages = Stages(folder, durable=False, memory=memory)
-        with stages.run("read", count_rows(files)) as advance:
+        with stages.run("read", count_rows(self._tables.files)) as advance:
             reader = RowReader(config, folder / "read", lists)
             reader.read(self._interactions(), advance)
         if not self.num_rows:
@@ -242,15 +238,6 @@ class ScoringRows:
             _log.warning("%s %s", f"{len(self._repeated):,}", what)
         return write_true_rows(self._folder / SCRATCH / "histories", event)
 
-    def _read_sids(self, sources: Sources) -> SemanticIDs | None:
-        if self._schema.codec is None:
-            if sources.semantic_ids is not None:
-                raise DataError(f"semantic_ids: got {sources.semantic_ids!r}, but the run has no semantic IDs")
-            return None
-        sids = SemanticIDs.read(sources.semantic_ids, self._config.item, "semantic_ids")
-        sids.check_codec(self._schema.codec, "the run", "semantic_ids")
-        return sids
-
     def _interactions(self) -> Iterator[tuple[int, SourceRows]]:
         """The rows of the history, then those to score, whose keys are written; each after the number of its file."""
         for number, files in enumerate((self._config.interactions, self._config.test)):
@@ -315,8 +302,8 @@ class ScoringRows:
 def _config_of(config: DataConfig, sources: Sources, has_policy: bool, trains: bool) -> DataConfig:
     """The config of the dataset of history and rows, without the columns of a run that scoring does not read."""
     changes: dict[str, object] = {"interactions": sources.history, "validation": None, "test": sources.interactions}
-    changes |= {"users": sources.users, "items": sources.items, "split": "files", "split_column": None}
-    changes |= {"request_id": None, "title": None}
+    changes |= {"users": sources.users, "items": sources.items, "semantic_ids": sources.semantic_ids}
+    changes |= {"split": "files", "split_column": None, "request_id": None, "title": None}
     if not trains:
         changes |= {"weight": None, "labels": config.targets() if config.labels else []}
     if not has_policy:  # nothing else reads these columns

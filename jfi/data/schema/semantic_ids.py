@@ -8,6 +8,7 @@ The codec is in a folder next to it: that of `sids.parquet` is `sids.codec/codec
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ class SemanticIDs:
 
     Args:
         path: the file.
-        items: `[N]` distinct strings.
+        items: `[N]`, distinct, in the type of the file.
         sids: `[N]` int64.
         codec: that gave them.
     """
@@ -46,26 +47,33 @@ class SemanticIDs:
     codec: Codec
 
     @classmethod
-    def read(cls, path: str, column: str, setting: str = "data.semantic_ids") -> "SemanticIDs":
-        """Reads the IDs of a file, and the codec next to it.
+    def read(
+        cls, path: str | Path, column: str, setting: str = "data.semantic_ids", codec: Codec | None = None
+    ) -> "SemanticIDs":
+        """Reads the IDs that `write_sids` wrote.
 
         Args:
             path: the file.
             column: its column of the items.
             setting: what gave the path, for messages.
+            codec: that must have given the IDs; None is the one next to the file.
 
         Raises:
-            DataError: as `read_sids`, or the codec is missing or damaged; the message names the setting and the file.
+            DataError: the file or the codec is missing or damaged, lacks a column, holds an item twice, is of another
+                codec, or holds an ID whose digits are out of the codec's range; the message names setting and file.
         """
         if not Path(path).is_file():  # before its codec, which is not there either
             raise DataError(f"{setting}: {path}: no such file")
         try:
-            codec = Codec.load(codec_folder(Path(path)) / CODEC)
-            items, sids = read_sids(Path(path), column, codec, setting)
+            codec = codec or Codec.load(codec_folder(Path(path)) / CODEC)
+            return cls(str(path), *_read(path, column, codec, setting), codec)
         except (DataError, DamagedFileError) as fault:
             text = str(fault)
             raise DataError(text if text.startswith(setting) else f"{setting}: {text}") from None
-        return cls(str(path), as_text(items).cast(pa.large_string()), sids.numpy(), codec)
+
+    @cached_property
+    def _texts(self) -> pa.Array:
+        return as_text(self.items)
 
     def of(self, items: pa.Array, allow_no_match: bool = False) -> np.ndarray:
         """The IDs `[M]` int64 of items `[M]`, UNKNOWN_SID where the file has none.
@@ -73,7 +81,7 @@ class SemanticIDs:
         Raises:
             DataError: the file has none of the items, and `allow_no_match` is false.
         """
-        positions = pc.index_in(items.cast(pa.large_string()), value_set=self.items)
+        positions = pc.index_in(items.cast(pa.large_string()), value_set=self._texts)
         if not allow_no_match and len(items) and positions.null_count == len(items):
             raise DataError(f"data.semantic_ids: {self.path} has none of the items of the interactions")
         # An item that the file lacks reads the ID that is appended.
@@ -108,19 +116,8 @@ def write_sids(path: Path, column: str, items: pa.Array, sids: Tensor, codec: Co
         pyarrow.parquet.write_table(data, unfinished, write_page_checksum=True)
 
 
-def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> tuple[pa.Array, Tensor]:
-    """The items and their SIDs `[N]` int64 of a file that `write_sids` wrote.
-
-    Args:
-        path: the file.
-        column: its column of the items.
-        codec: that must have given the SIDs.
-        setting: what gave the path, for messages.
-
-    Raises:
-        DataError: the file cannot be read, is damaged, lacks a column, holds an item twice, is of another codec, or
-            holds an ID whose digits are out of the codec's range.
-    """
+def _read(path: str | Path, column: str, codec: Codec, setting: str) -> tuple[pa.Array, np.ndarray]:
+    """The items and their IDs `[N]` int64 of a file."""
     table = read_table(str(path), [column, SID], setting=setting)
     table.unique_ids(column)
     sids = table.column(SID)
@@ -136,9 +133,9 @@ def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> 
         raise DataError(f"{path}: column '{SID}' must be int64 without gaps")
     if metadata.get(_SHA256) != _digest(table.column(column), sids.to_numpy()):
         raise DataError(f"{path}: damaged, its items and IDs do not match their SHA-256")
-    ids = torch.from_numpy(sids.to_numpy().copy())
+    ids = sids.to_numpy().copy()
     try:
-        codec.digits(ids)
+        codec.digits(torch.from_numpy(ids))
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
     return table.column(column), ids
@@ -146,7 +143,7 @@ def read_sids(path: Path, column: str, codec: Codec, setting: str = "--out") -> 
 
 def _digest(items: pa.Array, sids: np.ndarray) -> bytes:
     """SHA-256, in hexadecimal, of the texts of items and of their IDs, whatever the types and layout of the file."""
-    texts = as_text(items).cast(pa.large_string())
+    texts = as_text(items)
     digest = hashlib.sha256(np.ascontiguousarray(sids, "<i8"))
     _, offsets, content = texts.buffers()
     ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1] if len(texts) else [0]

@@ -63,14 +63,18 @@ class SourceTables:
         return (table for _, table in self.interactions())
 
 
-def open_tables(config: DataConfig) -> SourceTables:
+def open_tables(config: DataConfig, setting: str = "data.semantic_ids") -> SourceTables:
     """Finds the files of the interactions of a config, and reads its tables of users and items.
+
+    Args:
+        config: names the tables.
+        setting: what gave the path of the semantic IDs, for messages.
 
     Raises:
         DataError: a file cannot be read.
     """
     config = config.resolved()
-    sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, config.item)
+    sids = None if config.semantic_ids is None else SemanticIDs.read(config.semantic_ids, config.item, setting)
     wanted = config.columns()
     users, items = (
         None if paths is None else read_table(paths, wanted, config, f"data.{of}")
