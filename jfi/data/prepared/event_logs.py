@@ -9,7 +9,6 @@ import numpy as np
 from jfi.data.config import DataConfig, LabelConfig
 from jfi.data.config_checks import check_data_config
 from jfi.data.errors import DataError
-from jfi.data.io.blocks import find_interactions, read_table
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.stages.columns import Columns, read_engagement
 from jfi.data.prepared.stages.encode_columns import encode_features
@@ -104,23 +103,23 @@ def _tables(config: DataConfig) -> SourceTables:
     groups, (label, *_) = {*config.statistics_groups()}, config.targets()
     read = {"item": config.names("item", "category")} if {*BY_CATEGORY} & groups else {}
     read |= {"event": config.names("event")} if "event_values" in groups else {}
-    config = replace(
-        config,
-        features=[one for one in config.features if one.name in read.get(one.of, ())],
-        users=None,
-        items=config.items if read.get("item") else None,
-        semantic_ids=None,
-        label=label.label,
-        labels=[],
-        weight=None,
-        title=None,
-        split="files" if config.split == "files" else "time",
-        split_column=None,
-        request_id=None,
-        dwell=None,
-        surface=None,
-        session=config.session if {*SESSIONS} & groups else None,
-        policy=None,
-    ).resolved()
-    items = None if config.items is None else read_table(config.items, config.columns(), config, "data.items")
-    return SourceTables(config, find_interactions(config), items=items)
+    return open_tables(
+        replace(
+            config,
+            features=[one for one in config.features if one.name in read.get(one.of, ())],
+            users=None,
+            items=config.items if read.get("item") else None,
+            semantic_ids=None,
+            label=label.label,
+            labels=[],
+            weight=None,
+            title=None,
+            split="files" if config.split == "files" else "time",
+            split_column=None,
+            request_id=None,
+            dwell=None,
+            surface=None,
+            session=config.session if {*SESSIONS} & groups else None,
+            policy=None,
+        )
+    )

@@ -51,7 +51,8 @@ def table_of(arrays: Arrays, schema: DataSchema, config: DataConfig, of: Entity)
     found: dict[str, np.ndarray | pa.Array] = {}
     for spec, ids in zip(schema.features, arrays.columns, strict=False):
         if spec.of == of and spec.slot is None:
-            found[column_name(spec)] = _ids(ids, id_type(spec.num_ids))
+            values = ids.ids.astype(id_type(spec.num_ids), copy=False)
+            found[column_name(spec)] = values if ids.offsets is None else _lists(ids.offsets, values)
     dense = arrays.dense[("user", "item").index(of)]
     found |= {name: np.ascontiguousarray(dense[:, i]) for i, name in enumerate(dense_names(config)[of])}
     # Without a column the number of rows would be lost.
@@ -62,11 +63,6 @@ def dense_names(config: DataConfig) -> dict[Entity, list[str]]:
     """The dense columns in the tables of users, of items and of events."""
     contexts = [CONTEXT + name for name in config.names("context", "number")]
     return {"user": config.names("user", "number"), "item": config.names("item", "number"), "event": contexts}
-
-
-def _ids(column: Categorical, kind: type[np.signedinteger]) -> np.ndarray | pa.Array:
-    ids = column.ids.astype(kind, copy=False)
-    return ids if column.offsets is None else _lists(column.offsets, ids)
 
 
 def _lists(offsets: np.ndarray, values: np.ndarray) -> pa.Array:
@@ -162,7 +158,8 @@ def write_files(
         write_arrow(folder / _SURFACES, {"surface": pa.array(arrays.engagement.surfaces, pa.string())})
     if arrays.statistics is not None and arrays.negatives is not None:
         kept = arrays.statistics.statistics.index.stored_arrays()
-        write_arrow(folder / _PAST, {name: _in_one_row(values) for name, values in kept.items()})
+        # Each is one list, so that columns of several lengths are one record batch.
+        write_arrow(folder / _PAST, {name: _lists(np.array([0, len(one)]), one) for name, one in kept.items()})
     schema.write(folder)
     summary.save(folder / _SUMMARY)
     if not durable:
@@ -247,11 +244,6 @@ def _read(path: Path) -> dict[str, pa.Array]:
         if is_storage_fault(error):
             raise
         raise DataError(f"{path}: damaged: {error}") from None
-
-
-def _in_one_row(values: np.ndarray) -> pa.Array:
-    """A list of all values, so that columns of several lengths are one record batch."""
-    return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), pa.array(values))
 
 
 def _numpy(column: pa.Array) -> np.ndarray:
