@@ -12,7 +12,7 @@ BUDGET = {
     "cli": 1489,
     "cpu": 922,
     "cuda_graphs": 787,
-    "data": 8232,
+    "data": 8236,
     "distributed": 2202,
     "events": 2319,
     "follow": 1598,

@@ -24,9 +24,8 @@ from jfi.data.schema.schema import DataSchema, Entity, FeatureSpec
 from jfi.events.events import SortedEvents, user_blocks
 from jfi.events.point_in_time import Tallies
 from jfi.semantic_ids.packing import UNKNOWN_SID
-from jfi.utils.files import write_file
+from jfi.utils.files import reading_file, write_file
 from jfi.utils.jagged import blocks
-from jfi.utils.json_files import read_json
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,12 @@ class Summary:
         Raises:
             DataError: the file is missing or damaged.
         """
-        return read_json(path, cls, DataError)
+        with reading_file(path, DataError):
+            content = path.read_bytes()
+        try:
+            return cls(**json.loads(content))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}: damaged, not a summary of this version of jfi") from error
 
     def save(self, path: Path) -> None:
         """Writes all fields as JSON, whole or not at all."""
