@@ -164,8 +164,8 @@ class CapturedStep(StepGraphs):
     - it changes only tensors that stay where they are: parameters, an optimizer's state, sums;
     - the host reads no number from the device (`.item()`, `.tolist()`, `print`, `if tensor:`), and the step reads no
       number that the host changes: a learning rate is a tensor, as `torch.optim.Adam(.., capturable=True)` takes it;
-    - it reads fused tables by look-ups alone: their step runs beside what follows the backward pass, and ends with the
-      captured step;
+    - after a backward pass it reads fused tables by new look-ups alone: their step runs beside what follows, and ends
+      with the captured step;
     - values of a key behind those that its lengths count are padding: sum over samples by offsets, not over all rows.
 
     On a CPU every step runs eagerly.

@@ -268,18 +268,20 @@ class FusedTables(FusedOptimizer):
     def stepping_beside(self) -> Iterator[None]:
         """Makes the steps of the block on a side stream; the end of the block and later look-ups wait for them.
 
-        So a dense optimizer runs meanwhile. Nothing but look-ups may read the tables between a backward pass and the
-        end of the block. On a CPU the block changes nothing.
+        So a dense optimizer runs meanwhile. Nothing but new look-ups may read the tables between a backward pass and
+        the end of the block. On a CPU the block changes nothing.
         """
         self._steps_beside = self.steps.is_cuda
         try:
             yield
-            if self._side is not None:
-                self._side.wait()
+        except BaseException:
+            if self._side is not None and torch.cuda.is_current_stream_capturing():
+                self._side.forget()  # nothing of a capture that fails ever runs
+            raise
         finally:
             self._steps_beside = False
             if self._side is not None:
-                self._side.forget()
+                self._side.wait()
 
     def _keep_sorted(self, batches: list[_Batch]) -> None:
         """Lets nothing overwrite the rows, which are memory of the side stream, before this stream's step reads them.
