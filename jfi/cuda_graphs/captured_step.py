@@ -298,10 +298,11 @@ class CudaGraphs:
     def run(self, step: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            outputs = step()
-        current.wait_stream(self._stream)
-        return outputs
+        try:
+            with torch.cuda.stream(self._stream):
+                return step()
+        finally:  # after an error too: the next batch is copied over what the step still reads
+            current.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Captures a step; returns its replay and its outputs, which each replay overwrites."""
