@@ -332,14 +332,14 @@ class FusedTables(FusedOptimizer):
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Makes no step of backward passes within: that of the first one afterwards is by all their gradients."""
-        self._deferring = True
+        outer, self._deferring = self._deferring, True
         try:
             yield
         except BaseException:
             self._finished = []
             raise
         finally:
-            self._deferring = False
+            self._deferring = outer
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:

@@ -955,6 +955,17 @@ def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
         torch.testing.assert_close(collection.get_parameter(name).detach(), weight.detach())
 
 
+def test_a_block_within_another_defers_to_the_end_of_the_outer_one():
+    collection, ids = fused_events("sgd"), batch()
+    with jfi.modules.defer_steps(collection):
+        for _ in range(2):
+            with jfi.modules.defer_steps(collection):
+                collection(ids)["item"].values().sum().backward()
+            assert int(collection._fused.steps) == 0
+    collection.fused_optimizer.step()
+    assert int(collection._fused.steps) == 1
+
+
 def test_a_table_frozen_in_one_pass_does_not_split_the_step_of_the_others():
     collection, ids = fused_events("adagrad"), batch()
     twin = copy.deepcopy(collection)
