@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from jfi.cuda_graphs.capture_check import padding_ids, why_not_captured
 from jfi.cuda_graphs.static_batch import Buffers, CapacityBuckets, Described, UnsupportedBatch, describe, to_device
-from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.tables.fused_tables import FusedTables
 from jfi.utils.arguments import MAX_ROWS, check_int, check_module, check_type
 from jfi.utils.context import padded_to_capacity
@@ -112,8 +111,8 @@ class StepGraphs:
 
     def _fused_tables(self) -> list[FusedTables]:
         """Returns the optimizers of the model's fused tables."""
-        kinds = FusedEmbeddingCollection | FusedEmbeddingBagCollection
-        return [module.fused_optimizer for module in self._model.modules() if isinstance(module, kinds)]
+        found = [getattr(module, "fused_optimizer", None) for module in self._model.modules()]
+        return [one for one in found if isinstance(one, FusedTables)]
 
     def _run(self, graphs: "CudaGraphs", bucket: CapacityBucket) -> Any:
         """Runs a step on the batch in the block of a bucket."""

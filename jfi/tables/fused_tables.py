@@ -7,7 +7,7 @@ forward pass, on a side stream.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from itertools import accumulate
@@ -347,10 +347,7 @@ class FusedTables(FusedOptimizer):
         batches, self._finished = self._finished, []
         if not batches:
             return
-        if not self._steps_beside:
-            self._step(batches)
-            return
-        with self._side.work(*batches):
+        with self._side.work(*batches) if self._steps_beside else nullcontext():
             self._step(batches)
 
     def _step(self, batches: list[_Batch]) -> None:
