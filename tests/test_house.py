@@ -24,7 +24,7 @@ BUDGET = {
     "semantic_ids": 1762,
     "serving": 7549,
     "table1": 1135,
-    "tables": 3174,
+    "tables": 3175,
     "training": 6997,
     "utils": 1885,
 }
