@@ -646,3 +646,19 @@ def test_a_step_that_raises_is_not_counted():
     with pytest.raises(RuntimeError, match="no step"):
         captured(torch.zeros(1))
     assert captured.steps == 0
+
+
+@on_gpu
+def test_what_follows_a_step_that_raised_waits_for_it(device):
+    total = torch.zeros(1, device=device)
+
+    def fail(batch: Tensor) -> None:
+        torch.cuda._sleep(50_000_000)
+        total.add_(batch)
+        raise RuntimeError("no step")
+
+    captured = CapturedStep(fail, nn.Linear(1, 1, device=device))
+    for number in (1, 2, 4):
+        with pytest.raises(RuntimeError, match="no step"):
+            captured(torch.full((1,), float(number)))
+    assert total.item() == 7

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from jfi.cuda_graphs.capture_check import padding_ids, why_not_captured
 from jfi.cuda_graphs.static_batch import Buffers, CapacityBuckets, Described, UnsupportedBatch, describe, to_device
-from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.tables.fused_tables import FusedTables
 from jfi.utils.arguments import MAX_ROWS, check_int, check_module, check_type
 from jfi.utils.context import padded_to_capacity
@@ -112,8 +111,8 @@ class StepGraphs:
 
     def _fused_tables(self) -> list[FusedTables]:
         """Returns the optimizers of the model's fused tables."""
-        kinds = FusedEmbeddingCollection | FusedEmbeddingBagCollection
-        return [module.fused_optimizer for module in self._model.modules() if isinstance(module, kinds)]
+        found = [getattr(module, "fused_optimizer", None) for module in self._model.modules()]
+        return [one for one in found if isinstance(one, FusedTables)]
 
     def _run(self, graphs: "CudaGraphs", bucket: CapacityBucket) -> Any:
         """Runs a step on the batch in the block of a bucket."""
@@ -164,8 +163,8 @@ class CapturedStep(StepGraphs):
     - it changes only tensors that stay where they are: parameters, an optimizer's state, sums;
     - the host reads no number from the device (`.item()`, `.tolist()`, `print`, `if tensor:`), and the step reads no
       number that the host changes: a learning rate is a tensor, as `torch.optim.Adam(.., capturable=True)` takes it;
-    - it reads fused tables by look-ups alone: their step runs beside what follows the backward pass, and ends with the
-      captured step;
+    - after a backward pass it reads fused tables by new look-ups alone: their step runs beside what follows, and ends
+      with the captured step;
     - values of a key behind those that its lengths count are padding: sum over samples by offsets, not over all rows.
 
     On a CPU every step runs eagerly.
@@ -298,10 +297,11 @@ class CudaGraphs:
     def run(self, step: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            outputs = step()
-        current.wait_stream(self._stream)
-        return outputs
+        try:
+            with torch.cuda.stream(self._stream):
+                return step()
+        finally:  # after an error too: the next batch is copied over what the step still reads
+            current.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Captures a step; returns its replay and its outputs, which each replay overwrites."""

@@ -238,26 +238,25 @@ def captured_averages(tables: set[nn.Parameter], absent: Absent, peers: PeerMemo
         _step.reset(token)
 
 
-def _mean(numbers: Tensor, group: dist.ProcessGroup | None, peers: PeerMemory | None) -> Tensor:
+def _mean(numbers: Tensor, peers: PeerMemory | None) -> Tensor:
     """Returns the mean over the ranks of numbers [n], the same bits on each."""
-    size = dist.get_world_size(group)
-    if peers is not None and group is None and numbers.nbytes <= _TO_ALL_PEERS:
+    size = dist.get_world_size()
+    if peers is not None and numbers.nbytes <= _TO_ALL_PEERS:
         counts = [numbers.size(0)] * size
         arrived = peers.send(numbers, counts, counts, shared=True)
         if arrived is not None:
             return arrived.view(size, -1).mean(0)
-    dist.all_reduce(numbers, group=group)
+    dist.all_reduce(numbers)
     return numbers / size
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Replaces each gradient by its mean over the ranks, in one exchange of each dtype.
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Replaces each gradient by its mean over all ranks, in one exchange of each dtype.
 
     Args:
         parameters: the same ones on every rank. One without a gradient counts as 0 where another rank has one, and is
             left without one where none has, as DistributedDataParallel leaves it. A rank that lacks a gradient waits
             for the device to learn which.
-        group: the ranks; None for all.
 
     Raises:
         ValueError: within the step of a `CapturedShardedStep`, a parameter is a sharded table's.
@@ -269,7 +268,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
             "parameters must not have those of the sharded tables, which are stepped where they lie: take those of "
             "in_backward_optimizer_filter(model.named_parameters())"
         )
-    if dist.get_world_size(group) == 1:
+    if dist.get_world_size() == 1:
         return
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -281,8 +280,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
         for index in lacking:
             has[index].zero_()
         grads.append(has)
-        means = torch.cat([grad.reshape(-1) for grad in grads])
-        means = _mean(means, group, peers)
+        means = _mean(torch.cat([grad.reshape(-1) for grad in grads]), peers)
         *by_parameter, has = means.split([grad.numel() for grad in grads])
         for parameter, mean in zip(alike, by_parameter, strict=True):
             parameter.grad = mean.view_as(parameter)

@@ -102,7 +102,8 @@ class LocalShard(FusedTables):
         """Makes one step at the end of the block, by the gradients of all backward passes within."""
         with super().deferring():
             yield
-        self.step()
+        if not self._deferring:  # else a block around this one makes it
+            self.step()
 
     def handles(self, requested: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         """Returns `gradient_handles` of positions [S] in `memory` each."""

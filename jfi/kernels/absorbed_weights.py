@@ -28,7 +28,6 @@ from torch import Tensor
 from jfi.kernels import plan
 from jfi.kernels.common.launch import Launcher, spec_of
 from jfi.kernels.common.primitives import INTERPRET
-from jfi.kernels.plan import precision_of
 from jfi.utils.operands import ceil_div, power_of_two
 
 #: Side of a tile of a product.
@@ -166,7 +165,7 @@ def absorb(
     w_qk = w_q.new_empty(*stacked, rows, w_q.shape[-1], dtype=dtype)
     b_qk = w_q.new_empty(*stacked, rows, dtype=dtype)
     w_vo = w_q.new_empty(*stacked, rows, w_o.shape[-2], dtype=dtype)
-    precision = precision_of(dtype, plan.device_of(w_q.device))
+    precision = plan.precision_of(dtype, plan.device_of(w_q.device))
     launch, tiles = _absorb_launcher(*_sizes_of(weights, num_queries, num_heads), precision, dtype)
     launch((stacked.numel() * num_queries * num_heads, tiles, 1), (weights, (w_qk, b_qk, w_vo)))
     return w_qk, b_qk, w_vo
@@ -338,7 +337,7 @@ def gradients(
     features = stacked.numel()
     sizes = _sizes_of(weights, num_queries, num_heads)
     device = plan.device_of(grad.device)
-    (launch, tiles), *by_split = _gradient_launchers(*sizes, precision_of(grad.dtype, device), grad.dtype)
+    (launch, tiles), *by_split = _gradient_launchers(*sizes, plan.precision_of(grad.dtype, device), grad.dtype)
     # Distances between the sums of chunks have 32 bits.
     most = (2**31 - 1) // (features * width * max(target.shape[-1], grad.shape[-1]))
     most = max(1, min(most, BATCH_PROGRAMS_PER_SM * device.num_sms // (features * tiles)))

@@ -48,7 +48,7 @@ def target_attention_fwd(x: TargetAttentionInputs) -> tuple[Tensor, Tensor]:
     # Inductor takes offsets for written, since addresses follow from them, and would copy them: of slices of one
     # tensor, as a request's may be, AOTInductor cannot.  This is a tensor of its own; the first offset is 0.
     x = x._replace(offsets=F.pad(x.offsets[1:], (1, 0)))
-    return execute.launch_forward(x, plan.plan_target_attention(x, "triton", _device_of(x.query)), launch)
+    return execute.forward(x, plan.plan_target_attention(x, "triton", _device_of(x.query)), launch)
 
 
 _FORWARDS = {

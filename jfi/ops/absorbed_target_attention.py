@@ -101,7 +101,7 @@ def attend_absorbed(
         options = num_heads, scale, max_seqlen, impl, _product_dtype(first, weights[0])
         if not compiled and compat.functorch_transforms_active():
             raise refusal("jfi.ops.target_attention")
-        run = _fwd if compiled else _fwd.node.apply
+        run = _fwd if compiled else _fwd.node.apply if torch.is_grad_enabled() else _forward
         return run(target, first, *others, *weights, *lists, *options)[0]
     if target.dim() == 2:
         stacked = [x.unsqueeze(0) for x in (target, *weights)]

@@ -7,7 +7,7 @@ forward pass, on a side stream.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from itertools import accumulate
@@ -268,18 +268,20 @@ class FusedTables(FusedOptimizer):
     def stepping_beside(self) -> Iterator[None]:
         """Makes the steps of the block on a side stream; the end of the block and later look-ups wait for them.
 
-        So a dense optimizer runs meanwhile. Nothing but look-ups may read the tables between a backward pass and the
-        end of the block. On a CPU the block changes nothing.
+        So a dense optimizer runs meanwhile. Nothing but new look-ups may read the tables between a backward pass and
+        the end of the block. On a CPU the block changes nothing.
         """
         self._steps_beside = self.steps.is_cuda
         try:
             yield
-            if self._side is not None:
-                self._side.wait()
+        except BaseException:
+            if self._side is not None and torch.cuda.is_current_stream_capturing():
+                self._side.forget()  # nothing of a capture that fails ever runs
+            raise
         finally:
             self._steps_beside = False
             if self._side is not None:
-                self._side.forget()
+                self._side.wait()
 
     def _keep_sorted(self, batches: list[_Batch]) -> None:
         """Lets nothing overwrite the rows, which are memory of the side stream, before this stream's step reads them.
@@ -330,14 +332,14 @@ class FusedTables(FusedOptimizer):
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Makes no step of backward passes within: that of the first one afterwards is by all their gradients."""
-        self._deferring = True
+        outer, self._deferring = self._deferring, True
         try:
             yield
         except BaseException:
             self._finished = []
             raise
         finally:
-            self._deferring = False
+            self._deferring = outer
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -345,10 +347,7 @@ class FusedTables(FusedOptimizer):
         batches, self._finished = self._finished, []
         if not batches:
             return
-        if not self._steps_beside:
-            self._step(batches)
-            return
-        with self._side.work(*batches):
+        with self._side.work(*batches) if self._steps_beside else nullcontext():
             self._step(batches)
 
     def _step(self, batches: list[_Batch]) -> None:

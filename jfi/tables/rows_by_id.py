@@ -96,7 +96,8 @@ class SavedTables:
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         self._tables = list(tables)
-        self._versions = None if is_traced() else [table._version for table in tables]
+        untracked = is_traced() or any([table.is_inference() for table in tables])
+        self._versions = None if untracked else [table._version for table in tables]
         self._rows: Tensor | None = None
 
     def read(self, key: Tensor, indices: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:

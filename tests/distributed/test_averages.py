@@ -13,10 +13,10 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int = 2) -> None:
         self.sent: list[int] = []
-        monkeypatch.setattr(dist, "get_world_size", lambda group: size)
+        monkeypatch.setattr(dist, "get_world_size", lambda: size)
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
 
-    def _all_reduce(self, x: Tensor, group: None = None) -> None:
+    def _all_reduce(self, x: Tensor) -> None:
         self.sent.append(x.numel())
         x.mul_(3)
 
@@ -89,7 +89,7 @@ def test_a_parameter_without_a_gradient_on_any_rank_has_none(ranks, parameters, 
 
 
 def test_a_parameter_without_a_gradient_on_one_rank_counts_as_0(ranks, parameters, monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.add_(1))  # of a rank that has all
+    monkeypatch.setattr(dist, "all_reduce", lambda x: x.add_(1))  # of a rank that has all
     give(parameters[:1], 2.0)
     average_gradients(parameters)
     assert values(parameters) == [[1.5], [0.5], [0.5]]

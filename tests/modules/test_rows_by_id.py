@@ -160,6 +160,23 @@ def test_frozen_tables_and_evaluation(device, reads):
     assert not torch.equal(collection.embeddings["brand"].weight, before["brand"])
 
 
+def test_tables_and_layers_that_were_made_in_inference_mode(device, reads):
+    """Their tensors have no versions; tables of them serve layers that are trained too, as frozen ones."""
+    ids, target = batch(device), {"target": torch.randn(len(LENGTHS), WIDTH, device=device)}
+    with torch.inference_mode():
+        collection = FusedEmbeddingCollection(configs(), torch.optim.SGD, {"lr": LR}, device=device)
+        collection.requires_grad_(False)
+        layer = JaggedFeatureInteraction([feature()], WIDTH, embedding_collection=collection, device=device)
+        out = layer(ids, target).values()
+    trained = JaggedFeatureInteraction([feature()], WIDTH, device=device)
+    trained.attention.load_state_dict(layer.attention.state_dict())
+    ids = KeyedJaggedTensor(ids.keys(), ids.values(), lengths=ids.lengths())  # without what the other one has cached
+    again = trained(collection(ids), target).values()
+    again.sum().backward()
+    torch.testing.assert_close(again, out.clone())
+    assert not reads and all(x.grad is not None for x in trained.parameters() if x.numel())
+
+
 def test_rows_that_are_also_read(device, reads):
     """Values that something else has read add their gradient to that of the kernel."""
     collection = FusedEmbeddingCollection(configs(), torch.optim.SGD, {"lr": LR}, device=device)

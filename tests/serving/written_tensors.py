@@ -162,7 +162,7 @@ def launches() -> list[Launch]:
         ):
             x = TargetAttentionInputs(*operands, 0.3, None)
             chosen = plan_target_attention(x, "triton", device)
-            execute.launch_forward(x, chosen, exported.launch)
+            execute.forward(x, chosen, exported.launch)
     return found
 
 

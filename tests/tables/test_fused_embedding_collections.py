@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -954,6 +955,17 @@ def test_deferred_passes_are_one_step_and_a_failed_one_leaves_nothing_behind():
         torch.testing.assert_close(collection.get_parameter(name).detach(), weight.detach())
 
 
+def test_a_block_within_another_defers_to_the_end_of_the_outer_one():
+    collection, ids = fused_events("sgd"), batch()
+    with jfi.modules.defer_steps(collection):
+        for _ in range(2):
+            with jfi.modules.defer_steps(collection):
+                collection(ids)["item"].values().sum().backward()
+            assert int(collection._fused.steps) == 0
+    collection.fused_optimizer.step()
+    assert int(collection._fused.steps) == 1
+
+
 def test_a_table_frozen_in_one_pass_does_not_split_the_step_of_the_others():
     collection, ids = fused_events("adagrad"), batch()
     twin = copy.deepcopy(collection)
@@ -1078,3 +1090,32 @@ def test_look_ups_and_the_end_of_the_block_wait_for_steps_beside_it():
             made.append(collection.embeddings["item"].weight.detach().clone())
     for plain, beside in zip(made[:3], made[3:], strict=True):
         torch.testing.assert_close(beside, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_after_an_error_the_block_waits_for_steps_that_were_made(is_captured, monkeypatch):
+    """And not for those of a capture that has failed, which never run."""
+    optimizer, calls = fused_events("sgd").fused_optimizer, []
+    optimizer._side = SimpleNamespace(wait=lambda: calls.append("wait"), forget=lambda: calls.append("forget"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+    with pytest.raises(RuntimeError), optimizer.stepping_beside():
+        raise RuntimeError
+    assert calls == ["forget", "wait"] if is_captured else ["wait"]
+    assert not optimizer._steps_beside
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU there is one stream")
+def test_a_look_up_after_an_error_reads_the_rows_that_were_stepped():
+    made = []
+    for is_beside in (False, True):
+        torch.manual_seed(0)
+        collection, ids = fused_events("sgd").to("cuda"), batch().to("cuda")
+        optimizer = collection.fused_optimizer
+        with suppress(KeyboardInterrupt), optimizer.stepping_beside() if is_beside else nullcontext():
+            loss = collection(ids)["history_item"].values().square().sum()
+            with torch.cuda.stream(optimizer._side.stream):
+                torch.cuda._sleep(50_000_000)
+            loss.backward()
+            raise KeyboardInterrupt
+        made.append(collection(ids)["history_item"].values().detach())
+    torch.testing.assert_close(*made, rtol=0, atol=0)

@@ -12,25 +12,16 @@ from jfi.kernels.target_attention import multi_tile_bwd, multi_tile_fwd, single_
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
 
-def forward(x: TargetAttentionInputs, chosen: AttentionPlan) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, T, H, E] and the log-sum-exp of the scores [B, T, H], -inf for an empty history."""
-    query = x.query
-    batch, num_queries, num_heads, _ = query.shape
-    if not batch:
-        out = query.new_empty(0, num_queries, num_heads, chosen.problem.value_dim)
-        return out, query.new_empty(0, num_queries, num_heads, dtype=torch.float32)
-    return launch_forward(x, chosen)
-
-
-def launch_forward(
+def forward(
     x: TargetAttentionInputs, chosen: AttentionPlan, launch: Callable[..., None] = operator.call
 ) -> tuple[Tensor, Tensor]:
-    """Returns the results of `forward` for at least one sample; launch: calls a launcher with its arguments."""
+    """Returns output [B, T, H, E] and log-sum-exp [B, T, H], -inf for an empty history; launch: calls a launcher."""
     batch, num_queries, num_heads, _ = x.query.shape
     out = x.query.new_empty(batch, num_queries, num_heads, chosen.problem.value_dim)
     lse = x.query.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
-    kernels = multi_tile_fwd if chosen.family == "target_multi_tile" else single_tile_fwd
-    kernels.forward(x, chosen, out, lse, launch)
+    if not isinstance(batch, int) or batch:  # a symbol under torch.export, where batches have samples
+        kernels = multi_tile_fwd if chosen.family == "target_multi_tile" else single_tile_fwd
+        kernels.forward(x, chosen, out, lse, launch)
     return out, lse
 
 

@@ -209,7 +209,7 @@ _launcher = launchers_of(target_attention_multi_tile_fwd_kernel)
 def forward(
     x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor, launch: Callable[..., None]
 ) -> None:
-    """Fills in the output and the log-sum-exp, see `execute.launch_forward`."""
+    """Fills in the output and the log-sum-exp, see `execute.forward`."""
     problem, kernel = chosen.problem, chosen.forward[0]
     query, scale = (-x.query, -x.scale) if x.scale < 0 else (x.query, x.scale)
     partials, grid, numbers = split_into_chunks(x, problem, kernel.block_m, problem.value_dim)

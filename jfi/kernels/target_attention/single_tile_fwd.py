@@ -273,7 +273,7 @@ _launcher = launchers_of(target_attention_single_tile_fwd_kernel)
 def forward(
     x: TargetAttentionInputs, chosen: AttentionPlan, out: Tensor, lse: Tensor, launch: Callable[..., None]
 ) -> None:
-    """Fills in the output and the log-sum-exp, see `execute.launch_forward`."""
+    """Fills in the output and the log-sum-exp, see `execute.forward`."""
     batch, num_queries, num_heads, _ = x.query.shape
     problem, kernel = chosen.problem, chosen.forward[0]
     launcher = _launcher
