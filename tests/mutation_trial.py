@@ -160,6 +160,8 @@ def copy_tree(to: Path) -> Path:
 def import_others() -> None:
     """What takes seconds to import. Not jfi: every child imports it with its fault."""
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+    # As in conftest.py, which comes too late: torch reads them when it is imported.
+    os.environ |= {"AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0", "CXX": str(ROOT / "tests/cxx/g++")}
     if not importlib.import_module("torch").cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     for name in _OTHERS:
