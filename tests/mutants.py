@@ -2,7 +2,8 @@
 
 A fault replaces one expression or statement of a file. No faults by construction, and left out: docstrings, texts (but
 "left" and "right" change places), annotations, what a `raise`, a warning or a log line says, `__repr__`, sums of texts
-and swapped arguments that could only fail at once, zip's `strict`, `PERFORMANCE` and the looks of pictures (`LOOKS`).
+and swapped arguments that could only fail at once, zip's `strict`, a dataclass's `frozen`, `PERFORMANCE` and
+the looks of pictures (`LOOKS`).
 """
 
 import ast
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-FOLDERS = ("data", "events", "training", "follow", "modules", "cpu", "serving")
+FOLDERS = ("data", "events", "training", "follow", "modules", "cpu", "serving", "distributed", "tables")
 FOLDERS += ("history_policies", "semantic_ids", "baselines")
 #: Sizes of blocks and switches between two ways to the same result. Any value is right; tests set small ones.
 PERFORMANCE = {
@@ -21,6 +22,7 @@ PERFORMANCE = {
 #: Numbers and options in these files are sizes, colours and paddings.
 LOOKS = {"jfi/training/run/plots.py"}
 _SPOKEN = {"warn", "warning", "info", "debug", "error", "exception", "print", "echo"}
+_UNCHANGED = {"strict", "frozen"}
 _UNSWAPPED = {"isinstance", "issubclass", "getattr", "setattr", "hasattr", "open", "fromtimestamp", "all_reduce"}
 _COMPARE = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -248,7 +250,7 @@ class _Finder(ast.NodeVisitor):
         if len(node.args) > 1 and not fixed and name not in _UNSWAPPED:
             self._replace(node, "arguments swapped", args=[node.args[1], node.args[0], *node.args[2:]])
         for number, keyword in enumerate(node.keywords):
-            if self.path not in LOOKS and keyword.arg not in (None, "strict"):
+            if self.path not in LOOKS and keyword.arg not in {None, *_UNCHANGED}:
                 rest = [*node.keywords[:number], *node.keywords[number + 1 :]]
                 self._replace(node, f"argument dropped: {keyword.arg}", keywords=rest)
         if name in _NAMES and isinstance(node.func, ast.Name):
@@ -257,7 +259,7 @@ class _Finder(ast.NodeVisitor):
             self._replace(node, "function", func=ast.Attribute(node.func.value, _NAMES[name]))
         self.visit(node.func)
         for argument in [*node.args, *node.keywords]:
-            if getattr(argument, "arg", "") != "strict":
+            if getattr(argument, "arg", "") not in _UNCHANGED:
                 self.visit(argument)
 
 

@@ -2,7 +2,7 @@
 
     python tests/mutation_trial.py map                      which test reaches which line, from a run under coverage
     python tests/mutation_trial.py run --count 200 --seed 1 --out trial.json
-    python tests/mutation_trial.py run --again trial.json   only the faults that were not caught
+    python tests/mutation_trial.py run --again trial.json   its faults once more, with --missed those not caught
 
 On a quiet machine `map` takes some 10 minutes and those of tests/ops, `run` some 5 s for a fault that is caught and up
 to `--seconds` of tests for another. A process that has imported torch and the like, but no jfi, forks for every fault;
@@ -32,7 +32,8 @@ ROOT = Path(__file__).parents[1]
 MAP = ROOT / "build" / "mutation"
 TESTS = ["tests/data", "tests/training", "tests/follow", "tests/modules", "tests/cpu", "tests/serving", "tests/models"]
 TESTS += ["tests/ops", "tests/history_policies", "tests/semantic_ids", "tests/baselines", "tests/integration"]
-TESTS += ["tests/test_encoding.py", "tests/test_exit_codes.py", "tests/test_file_writing.py"]
+TESTS += ["tests/distributed", "tests/tables", "tests/cli"]
+TESTS += [f"tests/test_{name}.py" for name in ("encoding", "encodings", "exit_codes", "file_writing", "lockstep")]
 TESTS += [f"jfi/{folder}" for folder in (*FOLDERS, "models", "ops")]
 _OTHERS = ("aiohttp.web", "duckdb", "hypothesis", "matplotlib.pyplot", "pyarrow.compute", "pyarrow.csv")
 _OTHERS += ("pyarrow.json", "pyarrow.parquet", "torch.distributed.checkpoint", "torch.utils.tensorboard", "yaml")
@@ -159,6 +160,8 @@ def copy_tree(to: Path) -> Path:
 def import_others() -> None:
     """What takes seconds to import. Not jfi: every child imports it with its fault."""
     sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
+    # As in conftest.py, which comes too late: torch reads them when it is imported.
+    os.environ |= {"AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0", "CXX": str(ROOT / "tests/cxx/g++")}
     if not importlib.import_module("torch").cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     for name in _OTHERS:
@@ -246,11 +249,12 @@ def _failed(log: str) -> str:
 
 
 def find_again(records: list[dict]) -> list[Mutant]:
-    """The faults of `records` in code that has moved; those whose code is gone are told."""
+    """The faults of `records` in code that has moved within its file; those whose code is gone are told."""
     found = []
     for record in records:
         names = ("path", "kind", "old", "new")
-        mutants = find_mutants(record["path"], (ROOT / record["path"]).read_text())
+        path = ROOT / record["path"]
+        mutants = find_mutants(record["path"], path.read_text()) if path.exists() else []
         same = [one for one in mutants if all(getattr(one, name) == record[name] for name in names)]
         if same:
             found.append(min(same, key=lambda one: abs(one.line - record["line"])))
@@ -268,7 +272,8 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=15, help="faults in a folder, at least")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=100, help="of tests per fault")
-    parser.add_argument("--again", type=Path, help="a file of --out: only the faults that were not caught")
+    parser.add_argument("--again", type=Path, help="a file of --out: its faults")
+    parser.add_argument("--missed", action="store_true", help="of --again: only those that were not caught")
     parser.add_argument("--also", nargs="*", default=[], help="test files that are newer than the map; they come first")
     parser.add_argument("--out", type=Path, default=MAP / "trial.json")
     options = parser.parse_args()
@@ -277,7 +282,8 @@ def main() -> None:
     import_others()
     mutants = draw(ROOT, options.count, options.seed, options.least)
     if options.again:
-        mutants = find_again([r for r in json.loads(options.again.read_text())["faults"] if not r["caught"]])
+        faults = json.loads(options.again.read_text())["faults"]
+        mutants = find_again([one for one in faults if not (options.missed and one["caught"])])
     records = run(mutants, Choice(), options)
     folders = {
         folder: {"faults": len(of), "caught": sum(r["caught"] for r in of)}

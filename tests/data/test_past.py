@@ -43,8 +43,9 @@ def test_sums_are_those_of_strictly_older_rows_of_the_key(scale, by_time, rows, 
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_decayed_sum_over_many_half_lives_is_finite():
+@pytest.mark.parametrize("half_life", [1.0, 1e4])
+def test_a_decayed_sum_of_many_rows_and_half_lives_is_that_of_the_series(half_life):
     moment = np.arange(5000)
     past = Past.sort([(np.zeros(5000, np.int64), moment, moment)], 5000, 5000)
-    found = past.decayed(np.ones(5000).take, moment.astype(float), 1.0)[-1]
-    assert found == pytest.approx(2.0, rel=1e-12)  # 1 + 1/2 + 1/4 + ...
+    found = past.decayed(np.ones(5000).take, moment.astype(float), half_life)[-1]
+    assert found == pytest.approx(np.exp2(-moment / half_life).sum(), rel=1e-12)

@@ -36,6 +36,13 @@ def test_what_is_read_is_what_was_written(policy, tmp_path):
     assert '\n   "keep": [false, ' in path.read_text() or '\n   "keep": [true, ' in path.read_text()
 
 
+def test_a_number_that_json_does_not_have_is_not_written(policy, tmp_path):
+    reports = (replace(policy.surface_reports[0], slope=float("nan")), *policy.surface_reports[1:])
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(policy, surface_reports=reports).save(tmp_path / "policy.json")
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_table_has_another_fingerprint(policy):
     assert replace(policy, newest=policy.newest - 1).fingerprint != policy.fingerprint
 

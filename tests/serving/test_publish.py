@@ -409,6 +409,9 @@ def test_publishers_that_begin_again_and_again_leave_two_whole_versions(publishe
     for number in (7, 8, 9):
         assert trainee.publisher(tmp_path / "copy").publish() == number
     assert numbers(tmp_path / "copy") == [1, 8, 9]
+    following = trainee.publisher(tmp_path / "copy", compact_every=2, compact_ratio=9.0)
+    # A snapshot, a delta, a delta with the snapshot 13 after it, a delta.
+    assert [following.publish() for _ in range(4)] == [10, 11, 13, 14]
 
 
 def test_a_write_that_fails_loses_no_row(published, trainee, tmp_path, monkeypatch):
