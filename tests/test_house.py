@@ -18,14 +18,14 @@ BUDGET = {
     "follow": 1598,
     "history_policies": 1711,
     "kernels": 6762,
-    "models": 874,
+    "models": 856,
     "modules": 2531,
     "ops": 2119,
     "semantic_ids": 1762,
     "serving": 7549,
     "table1": 1135,
     "tables": 3175,
-    "training": 6997,
+    "training": 6987,
     "utils": 1885,
 }
 
