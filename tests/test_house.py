@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 335,
     "baselines": 350,
-    "cli": 1489,
+    "cli": 1476,
     "cpu": 922,
     "cuda_graphs": 787,
     "data": 8325,
@@ -26,7 +26,7 @@ BUDGET = {
     "table1": 1135,
     "tables": 3175,
     "training": 6987,
-    "utils": 1885,
+    "utils": 1843,
 }
 
 
