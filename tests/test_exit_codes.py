@@ -21,7 +21,7 @@ from jfi.cli.settings import ALL
 from jfi.data import DataError
 from jfi.data.io.blocks import read_table
 from jfi.utils.errors import InputError
-from jfi.utils.exit_codes import EXIT_CODES, ExitCode, run_command
+from jfi.utils.exit_codes import EXIT_CODES, MEMORY, STORAGE, WRONG_INPUT, run_command
 
 ROOT = Path(__file__).parents[1]
 #: What a command needs to begin.
@@ -102,7 +102,7 @@ LACKING = [allocate_numpy, allocate_torch, allocate_cuda, no_memory, allocate_ar
 
 @pytest.mark.parametrize("act", [*LACKING, read_parquet, lambda: read_parquet(2**20), lacks_memory_in_a_damaged_file])
 def test_out_of_memory_is_4(capsys, act):
-    assert run_command(act) == ExitCode.MEMORY == 4
+    assert run_command(act) == MEMORY == 4
     line = capsys.readouterr().err
     assert line.startswith("error: out of memory") and line.count("\n") == 1 and "documentation" not in line
 
@@ -139,7 +139,7 @@ def test_out_of_memory_in_one_process_of_many_is_said_by_it(capsys, monkeypatch)
 )
 def test_storage_is_3(tmp_path, capsys, act, reason):
     (tmp_path / "file").write_text("")
-    assert run_command(lambda: act(tmp_path) and None) == ExitCode.STORAGE == 3
+    assert run_command(lambda: act(tmp_path) and None) == STORAGE == 3
     line = capsys.readouterr().err
     assert line.startswith("error: ") and line.count("\n") == 1
     assert any(part in line for part in reason.split("|")), line
@@ -149,7 +149,7 @@ def test_wrong_input_is_2_and_a_long_message_is_cut(capsys):
     def fail() -> None:
         raise InputError("a\n fault" + "t" * 5000)
 
-    assert run_command(fail) == ExitCode.WRONG_INPUT == 2
+    assert run_command(fail) == WRONG_INPUT == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and len(line) < 600
 
@@ -179,7 +179,7 @@ def test_a_thread_that_cannot_write_prints_no_traceback(capsys):
 
 
 def test_the_help_lists_every_code():
-    assert all(f"  {code.value}: " in EXIT_CODES for code in ExitCode)
+    assert all(f"  {code}: " in EXIT_CODES for code in range(5))
 
 
 @pytest.mark.parametrize(
@@ -220,3 +220,27 @@ sys.exit(run_command(main))
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (run.returncode, run.stdout, run.stderr) == (130, "cleaned up\n", "stopped by SIGINT\n")
+
+
+def test_sigterm_lets_a_command_that_has_begun_clean_up_but_under_torchrun():
+    """torchrun stops processes that may wait in C++ for one that has failed."""
+    script = """
+import signal, sys
+from jfi.utils.exit_codes import begin_command, run_command
+
+def main():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        print("cleaned up")
+
+begin_command()
+sys.exit(run_command(main))
+"""
+    kept = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    for env, expected in (
+        (kept, (143, "cleaned up\n", "stopped by SIGTERM\n")),
+        (kept | {"LOCAL_RANK": "0"}, (-15, "", "")),
+    ):
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+        assert (run.returncode, run.stdout, run.stderr) == expected

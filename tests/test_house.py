@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 335,
     "baselines": 350,
-    "cli": 1489,
+    "cli": 1476,
     "cpu": 922,
     "cuda_graphs": 787,
     "data": 8236,
@@ -18,15 +18,15 @@ BUDGET = {
     "follow": 1598,
     "history_policies": 1711,
     "kernels": 6760,
-    "models": 874,
+    "models": 856,
     "modules": 2531,
     "ops": 2101,
     "semantic_ids": 1759,
     "serving": 7549,
     "table1": 1135,
     "tables": 3175,
-    "training": 6997,
-    "utils": 1885,
+    "training": 6947,
+    "utils": 1843,
 }
 
 

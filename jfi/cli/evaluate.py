@@ -8,7 +8,6 @@ from pathlib import Path
 from jfi.cli.predict import open_run, scoring
 from jfi.training.metrics.unknown_values import UnknownShares
 from jfi.training.run.scores import check_out, check_place
-from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import write_file
 
 SHOWN = ("samples", "loss", "ne", "auc", "user_auc", "mean_label", "mean_prediction", "calibration")
@@ -22,13 +21,12 @@ def main(options: argparse.Namespace) -> None:
     check_out(options.scores, "--scores")
     if options.out is not None:
         check_place("--out", Path(options.out))
-    with raise_on_sigterm():
-        run = open_run(options, {"--out": options.out, "--scores": options.scores})
-        shown = {"by": options.by, "importance": options.importance}
-        metrics = run.evaluate(options.interactions, out=options.scores, **shown, **scoring(options))
-        if options.out is not None:
-            text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False)
-            write_file(Path(options.out), text + "\n")
+    run = open_run(options, {"--out": options.out, "--scores": options.scores})
+    shown = {"by": options.by, "importance": options.importance}
+    metrics = run.evaluate(options.interactions, out=options.scores, **shown, **scoring(options))
+    if options.out is not None:
+        text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False)
+        write_file(Path(options.out), text + "\n")
     print(table(metrics))
     if options.importance:
         found = metrics["importance"]

@@ -15,7 +15,6 @@ from jfi.serving.schema import Limits, Schema
 from jfi.training import ConfigError
 from jfi.training.run.run_folder import RunFolder
 from jfi.training.run.saved_run import SavedRun, load_run
-from jfi.utils.exit_codes import raise_on_sigterm
 
 #: Seconds after which the end of a log is old, without half-lives of popularity that say so.
 _OLD = 30 * 86400.0
@@ -37,22 +36,21 @@ def main(options: argparse.Namespace) -> None:
     own = [run.calibration.get(label.name, {"a": 1.0, "b": 0.0}) for label in run.schema.labels]
     calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
     try:
-        with raise_on_sigterm():
-            past = _read_log(run, options)
-            sha256 = export(
-                out,
-                run.model,
-                schema,
-                limits,
-                device=options.device,
-                tables=options.tables,
-                impl=options.impl,
-                policy=run.policy,
-                calibration=calibration,
-                past=past,
-                run=options.run.resolve().name,
-                trained=RunFolder(options.run).read_versions(),
-            )
+        past = _read_log(run, options)
+        sha256 = export(
+            out,
+            run.model,
+            schema,
+            limits,
+            device=options.device,
+            tables=options.tables,
+            impl=options.impl,
+            policy=run.policy,
+            calibration=calibration,
+            past=past,
+            run=options.run.resolve().name,
+            trained=RunFolder(options.run).read_versions(),
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")

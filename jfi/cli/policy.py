@@ -7,7 +7,6 @@ from jfi.history_policies import fit
 from jfi.history_policies.describe import describe, draw_policy
 from jfi.training import Config, ConfigError
 from jfi.training.run.scores import check_place, check_results
-from jfi.utils.exit_codes import raise_on_sigterm
 
 
 def main(config: Config, options: Namespace) -> None:
@@ -18,25 +17,24 @@ def main(config: Config, options: Namespace) -> None:
     check_place("--out", options.out)
     check_place("--out", picture)
     check_results({"--out": options.out, "--out's picture": picture}, {"data.interactions": config.data.interactions})
-    with raise_on_sigterm():
-        events, conversion = training_log(config.data, options.conversion)
-        if len({*conversion.tolist()}) < 2:
-            every = "every event is" if conversion.any() else "no event is"
-            raise ConfigError(f"--conversion '{options.conversion}': {every} one")
-        try:
-            policy = fit(
-                events,
-                conversion,
-                num_segments=options.segments,
-                remove=options.remove,
-                boost=options.boost,
-                caps=options.caps,
-                newest=options.newest,
-                seed=options.seed,
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        print(describe(policy))
-        draw_policy(policy, options.out.stem, picture)
-        policy.save(options.out)
-        print(f"\nwrote {options.out} and {picture}")
+    events, conversion = training_log(config.data, options.conversion)
+    if len({*conversion.tolist()}) < 2:
+        every = "every event is" if conversion.any() else "no event is"
+        raise ConfigError(f"--conversion '{options.conversion}': {every} one")
+    try:
+        policy = fit(
+            events,
+            conversion,
+            num_segments=options.segments,
+            remove=options.remove,
+            boost=options.boost,
+            caps=options.caps,
+            newest=options.newest,
+            seed=options.seed,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    print(describe(policy))
+    draw_policy(policy, options.out.stem, picture)
+    policy.save(options.out)
+    print(f"\nwrote {options.out} and {picture}")

@@ -7,7 +7,6 @@ import torch
 from jfi.training import ConfigError
 from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.training.run.scores import check_out, check_results
-from jfi.utils.exit_codes import raise_on_sigterm
 
 #: The options that name tables other than the interactions.
 TABLES = ("history", "users", "items", "semantic_ids")
@@ -16,9 +15,8 @@ TABLES = ("history", "users", "items", "semantic_ids")
 def main(options: argparse.Namespace) -> None:
     """Scores a table."""
     check_out(options.out)
-    with raise_on_sigterm():
-        run = open_run(options, {})
-        print(run.predict(options.interactions, out=options.out, **scoring(options)))
+    run = open_run(options, {})
+    print(run.predict(options.interactions, out=options.out, **scoring(options)))
     print(f"wrote {options.out}")
 
 

@@ -15,7 +15,6 @@ from jfi.semantic_ids.content import Content
 from jfi.training import ConfigError
 from jfi.training.run.scores import check_place, check_results
 from jfi.utils.display import Display
-from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import locking
 
 #: Of scikit-learn.
@@ -75,7 +74,7 @@ def main(options: argparse.Namespace) -> None:
     check_results({"--out": options.out}, {"--items": options.items})
     new_codec(options)  # refuses wrong options before the table is read
     what = "is writing in its folder"
-    with raise_on_sigterm(), locking(options.out.parent, lambda by: ConfigError(f"--out {options.out}: {by} {what}")):
+    with locking(options.out.parent, lambda by: ConfigError(f"--out {options.out}: {by} {what}")):
         run(options)
 
 

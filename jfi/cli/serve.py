@@ -18,7 +18,6 @@ from jfi.serving.artifact import ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.user_state.stores import Store, open_store
 from jfi.utils.errors import InputError
-from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import reading_file
 
 
@@ -149,5 +148,4 @@ def main(options: argparse.Namespace) -> None:
     }
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.
     gc.set_threshold(100_000)
-    with raise_on_sigterm():
-        serve(options, limits)
+    serve(options, limits)

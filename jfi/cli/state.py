@@ -18,7 +18,6 @@ from jfi.serving.user_state.stores import (
     open_store,
     without_password,
 )
-from jfi.utils.exit_codes import raise_on_sigterm
 from jfi.utils.files import writing_folder
 
 #: Seconds for an answer of a server, which gives many users at a time here.
@@ -27,11 +26,10 @@ _TIMEOUT = 60.0
 
 def main(options: argparse.Namespace) -> None:
     """Fills, exports or migrates a state of users."""
-    with raise_on_sigterm():
-        try:
-            {"load": _load, "export": _export, "migrate": _migrate}[options.action](options)
-        except StoreUnavailableError as error:
-            raise OSError(f"the state of users: {error}") from None  # full or out of reach, and no fault of the input
+    try:
+        {"load": _load, "export": _export, "migrate": _migrate}[options.action](options)
+    except StoreUnavailableError as error:
+        raise OSError(f"the state of users: {error}") from None  # full or out of reach, and no fault of the input
 
 
 def _load(options: argparse.Namespace) -> None:

@@ -87,7 +87,7 @@ class SequenceDLRM(nn.Module):
         growing_ids: maps the ids of tables that grow, which the batch then has as raw ids; None if there are none. Its
             tables are tables of the collections, with the same keys and as many rows.
         heads: several outputs, or one on another scale than a logit's; see `Heads`. None for one logit. Of several, the
-            first layer of OverArch is shared, or a mixture of experts, and each output has the others for itself.
+            first layer of OverArch is shared, and each output has the others for itself.
 
     Raises:
         ValueError, TypeError: an argument of a wrong value or type; the message names it.

@@ -28,8 +28,8 @@ from jfi.utils.errors import suggest
 from jfi.utils.exit_codes import shorten
 from jfi.utils.files import is_storage_fault, write_file
 
-#: Version of the settings' meaning; a config of another one is refused. Version 5 has fewer settings than 4.
-VERSION = 5
+#: Version of the settings' meaning; a config of another one is refused. Version 6 has fewer settings than 5.
+VERSION = 6
 _TEXT = "tag:yaml.org,2002:str"
 #: By tag of YAML the type of its values; those of other tags are texts.
 _TYPES = {"null": types.NoneType, "bool": bool, "int": int, "float": float}

@@ -71,14 +71,11 @@ class ModelConfig:
             for the newest events; or `weights` of the events; or null. In a list each bias has its own heads, whose
             result is a separate entry. `auto` is heads by age and by recency; with an encoder, or a single head, by
             age alone.
-        combine: how the aligned fields of an event are combined into one row: `sum` or `concat`.
         dense_arch: hidden layer sizes of the MLP of the dense features; its output layer (embedding_dim) is added.
         cross_layers: layers of a cross network (DCNv2) over the elements of all embeddings that DLRM's interaction
             takes, whose output enters `over_arch` with the dot products; 0 for none.
         over_arch: hidden layer sizes of the MLP that ends in the logit, at least one; its output layer is added. With
             `data.labels` the first layer is shared, and each label has its own tower of the others.
-        experts: with `data.labels`, number of first layers of `over_arch`, at least 2, of which each label learns its
-            own mixture (MMoE); 0 for one layer that all labels share.
         dropout: probability with which an element of the interaction's input is zeroed in training.
         semantic_ids: how the IDs of `data.semantic_ids` are read: `digits` (ternary digits) or `decode` (the content
             that they stand for).
@@ -91,11 +88,9 @@ class ModelConfig:
     pooling: Literal["attention", "mean", "sum", "none"] = "attention"
     num_heads: Count = 4
     bias: Literal["auto"] | Bias | list[Bias] | None = "auto"
-    combine: Literal["sum", "concat"] = "sum"
     dense_arch: list[Count] = field(default_factory=lambda: [64])
     cross_layers: Natural = 2
     over_arch: Annotated[list[Count], Meta(min_length=1)] = field(default_factory=lambda: [128, 64])
-    experts: Natural = 0
     dropout: Dropout = 0.1
     semantic_ids: Literal["digits", "decode"] = "digits"
     item_id: bool = True
@@ -103,7 +98,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "model.", ConfigError)
-        require(self.experts != 1, "model.experts", self.experts, "0, or at least 2")
         biases = self.biases()
         require(
             len(set(biases)) == len(biases) > 0, "model.bias", self.bias, "null, a bias, or a list of distinct ones"

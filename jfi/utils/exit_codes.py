@@ -7,26 +7,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import IntEnum
+from collections.abc import Callable
 from pathlib import Path
 
 from jfi.utils.errors import InputError, import_line, memory_cause, memory_line
 from jfi.utils.files import naming
 
-
-class ExitCode(IntEnum):
-    """The exit codes; 128 + n stands for a stop by signal n with the state saved, such as 130 for Ctrl-C."""
-
-    SUCCESS = 0
-    DIVERGED = 1
-    WRONG_INPUT = 2
-    STORAGE = 3
-    MEMORY = 4
-
-
-#: For `--help`.
+SUCCESS, DIVERGED, WRONG_INPUT, STORAGE, MEMORY = range(5)
+#: For `--help`; 130 is Ctrl-C.
 EXIT_CODES = """\
 exit codes:
   0: success;
@@ -35,33 +23,15 @@ exit codes:
   3: storage is full, read-only, out of reach or without rights;
   4: out of memory, or of threads;
   128 + n: stopped by signal n; a run's state is saved, and any other file is written whole or not at all"""
-_LONGEST = 500
-
-
-class Terminated(BaseException):
-    """SIGTERM, where a command has asked for it with `raise_on_sigterm`; no `except Exception` stops it."""
-
-
-@contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise Terminated, so that unfinished files are removed as after any other error."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise Terminated
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def begin_command() -> None:
     """Prepares a command's process, before torch and other packages are imported, which takes seconds.
 
     Until `run_command` calls `main`, Ctrl-C ends the process at once: an import that is interrupted may catch an
-    exception. Threads of OpenMP that wait will sleep, unless the user has set OMP_WAIT_POLICY: spinning ones keep two
-    jobs on the same cores from getting on. A warning of torch.fx that TorchRec causes in every process is not logged.
+    exception. After that SIGTERM is an exception as Ctrl-C is, so that unfinished files are removed. Threads of OpenMP
+    that wait will sleep, unless the user has set OMP_WAIT_POLICY: spinning ones keep two jobs on the same cores from
+    getting on. A warning of torch.fx that TorchRec causes in every process is not logged.
     What stdout cannot encode is printed as escapes, as on stderr.
     """
     fx = logging.getLogger("torch.fx._symbolic_trace")
@@ -79,6 +49,10 @@ def _exit_at_once(signum: int, frame: object) -> None:
     os._exit(128 + signum)
 
 
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt(signum)
+
+
 def run_command(main: Callable[[], int | None], imports: Callable[[], object] = lambda: None) -> int:
     """Runs `main`; reports errors that a user can cause as one line on stderr, and returns the exit code.
 
@@ -87,83 +61,67 @@ def run_command(main: Callable[[], int | None], imports: Callable[[], object] = 
     Args:
         main: what the command does; it returns an exit code, or None for success. An `InputError` is of its input.
         imports: imports what `main` needs, before it.
-
-    Example:
-        >>> run_command(lambda: None)
-        0
     """
     threading.excepthook = _report_thread
     try:
         imports()
         if signal.getsignal(signal.SIGINT) is _exit_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = int(main() or ExitCode.SUCCESS)
-        if sys.stdout is not None:
-            with naming(Path("stdout")):
-                sys.stdout.flush()  # now, since Python ignores an error of its own flush at the end
+            if "LOCAL_RANK" not in os.environ:  # torchrun stops processes that may wait in C++ for one that has failed
+                signal.signal(signal.SIGTERM, _interrupt)
+        code = int(main() or SUCCESS)
+        with naming(Path("stdout")):
+            print(end="", flush=True)  # now, since Python ignores an error of its own flush at the end
         return code
-    except (Exception, KeyboardInterrupt, Terminated) as error:
+    except (Exception, KeyboardInterrupt) as error:
         line, code = _describe(error)
+        distributed = sys.modules.get("torch.distributed")
+        is_in_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
         if code is None:
-            if _is_in_group():
-                traceback.print_exc()
-                _end_at_once(1)
-            raise
+            if not is_in_group:
+                raise
+            traceback.print_exc()
+            code = 1
     rank = os.environ.get("LOCAL_RANK", "0")
-    if rank == "0" or code == ExitCode.MEMORY:
+    if line and (rank == "0" or code == MEMORY):
         print(shorten(line) + ("" if rank == "0" else f" (process {rank} of this host)"), file=sys.stderr)
     try:  # at exit Python would report again that stdout cannot be written
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        print(end="", flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if _is_in_group():
-        _end_at_once(code)
-    return int(code)
+    if is_in_group:
+        # Threads of the group may abort the process in the interpreter's end. To destroy the group would join them, but
+        # they may wait for other processes, which wait for this one.
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _describe(error: BaseException) -> tuple[str, int | None]:
     """Returns the line and the exit code of an error; "" and None for one of the program."""
-    if isinstance(error, KeyboardInterrupt | Terminated):
-        signum = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+    if isinstance(error, KeyboardInterrupt):
+        signum = signal.Signals(next(iter(error.args), signal.SIGINT))
         return f"stopped by {signum.name}", 128 + signum
     is_input = isinstance(error, InputError)
     if (reason := memory_cause(error) if is_input else memory_line(error)) is not None:
-        line = f"error: out of memory{f' ({reason})' if reason else ''}; nothing that was saved is lost"
-        return line, ExitCode.MEMORY
+        return f"error: out of memory{f' ({reason})' if reason else ''}; nothing that was saved is lost", MEMORY
     if hasattr(error, "exit_code"):
         return str(error), error.exit_code
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         if error.errno is not None and "[errno " in reason:  # Arrow's: "Error writing bytes to file. Detail: [..."
             reason = os.strerror(error.errno)
-        return f"error: {reason if error.filename is None else f'{error.filename}: {reason}'}", ExitCode.STORAGE
+        return f"error: {reason if error.filename is None else f'{error.filename}: {reason}'}", STORAGE
     if isinstance(error, FloatingPointError):
-        return f"error: {error}", ExitCode.DIVERGED
+        return f"error: {error}", DIVERGED
     line = str(error) if is_input else import_line(error)
-    return ("", None) if line is None else (f"error: {line}", ExitCode.WRONG_INPUT)
-
-
-def _is_in_group() -> bool:
-    """Returns whether an error has left this process in a process group of torch.distributed."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
-
-
-def _end_at_once(code: int) -> None:
-    """Ends the process without the interpreter's end, in which threads of the process group may abort it.
-
-    To destroy the group would join them, but they may wait for other processes, which wait for this one.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    return ("", None) if line is None else (f"error: {line}", WRONG_INPUT)
 
 
 def shorten(text: str) -> str:
     """The text in one line of at most 500 characters."""
     line = " ".join(text.split())
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    return line if len(line) <= 500 else f"{line[:499]}…"
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:

@@ -21,7 +21,7 @@ from jfi.data import DataConfig, load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.training import ConfigError
 from jfi.training.metrics.label_metrics import auc, user_auc
-from jfi.utils.exit_codes import ExitCode
+from jfi.utils.exit_codes import SUCCESS, WRONG_INPUT
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["item mean", "item + user mean", "popularity by time", "co-occurrence", "logistic regression"]
@@ -146,7 +146,7 @@ def test_the_command_writes_its_table(tmp_path, monkeypatch, capsys, results):
     overrides = options(num_users=150, num_items=60)
     arguments = ["--config", str(ROOT / "configs/quickstart.yaml"), *overrides, "--training.run_dir", "out"]
     command = ["compare", *arguments, "--seeds", "0", "1", "--models", "baselines"]
-    assert commands.call(*command) == ExitCode.SUCCESS
+    assert commands.call(*command) == SUCCESS
     record = json.loads((tmp_path / "out/comparison.json").read_text())
     assert record["seeds"] == [0, 1] and list(record["summary"]) == NAMES
     assert record["data"]["interactions"] == SYNTHETIC.interactions
@@ -156,5 +156,5 @@ def test_the_command_writes_its_table(tmp_path, monkeypatch, capsys, results):
     (head,) = (i for i, line in enumerate(lines) if line.startswith("test split"))
     assert [line[: len(name)] for line, name in zip(lines[head + 1 :], NAMES, strict=False)] == NAMES
     assert f"{boosting[0]['test']['auc']:.4f} ± 0.0000" in lines[head + 6]
-    assert commands.call(*command) == ExitCode.WRONG_INPUT
+    assert commands.call(*command) == WRONG_INPUT
     assert "training.run_dir: out is not empty" in capsys.readouterr().err

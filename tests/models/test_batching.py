@@ -101,10 +101,10 @@ def check_equal(model, dataset: InteractionDataset, splits=("train", "validation
     "options",
     [
         {"bias": "history_age"},
-        {"bias": "position", "combine": "concat"},
+        {"bias": "position"},
         {"bias": ["history_age", "position"], "cross_layers": 1},
         {"pooling": "mean"},
-        {"pooling": "sum", "combine": "concat"},
+        {"pooling": "sum"},
         {"pooling": "none"},
     ],
     ids=str,

@@ -239,7 +239,7 @@ CASES = {
         TableRows.__init__,
     ),
     "defer_steps": Case(lambda **given: defer_steps(**given).__enter__(), {"model": nn.Linear(1, 1)}, {}, defer_steps),
-    "Heads": Case(Heads, {}, {"experts": "0", "moments": "None", "auxiliary": "0"}),
+    "Heads": Case(Heads, {}, {"moments": "None", "auxiliary": "0"}),
     "SequenceDLRM": Case(
         model,
         {},

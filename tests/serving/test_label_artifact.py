@@ -69,7 +69,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
         statistics="auto",
     )
     model = ModelConfig(
-        8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[16, 8], experts=2, cross_layers=0, dropout=0.0
+        8, num_heads=2, bias="history_age", dense_arch=[8], over_arch=[16, 8], cross_layers=0, dropout=0.0
     )
     with pytest.MonkeyPatch.context() as patch:
         for name in ("draw_curves", "draw_attention"):

@@ -158,10 +158,10 @@ def raw_requests(table: SimpleNamespace) -> tuple[list[dict], np.ndarray]:
     ("model", "encoder"),
     [
         ({"bias": "history_age"}, {"num_layers": 1, "causal": True}),
-        ({"combine": "concat", "bias": "position"}, {}),
+        ({"bias": "position"}, {}),
         ({}, {"num_layers": 2, "causal": True, "relative_bias": "distance"}),
         ({}, {"num_layers": 2}),
-        ({"pooling": "mean", "combine": "concat"}, {}),
+        ({"pooling": "mean"}, {}),
         ({"pooling": "mean"}, {"num_layers": 1}),
         ({"pooling": "sum"}, {}),
         ({"bias": ["position", "history_age"], "cross_layers": 2}, {}),
@@ -206,16 +206,14 @@ def assert_served(table: SimpleNamespace, trained: SequenceDLRM, reads_history: 
 
 def of_other_widths(schema: DataSchema, **options: object) -> SequenceDLRM:
     """Entries of 8; tables of events are 12 wide, the others 4, 6, 8 and so on."""
-    made = build_model(
-        ModelConfig(embedding_dim=8, combine="concat", cross_layers=0, dropout=0.0), EncoderConfig(), schema
-    )
+    made = build_model(ModelConfig(embedding_dim=8, cross_layers=0, dropout=0.0), EncoderConfig(), schema)
     bags, events = made.embedding_bag_collection, made.embedding_collection
     bags = [replace(one, embedding_dim=4 + 2 * place) for place, one in enumerate(bags.embedding_bag_configs())]
     events = [replace(table, embedding_dim=12) for table in events.embedding_configs()]
     return SequenceDLRM(
         EmbeddingBagCollection(tables=bags),
         EmbeddingCollection(tables=events),
-        made.sequence_arch.features,
+        [replace(feature, combine="concat") for feature in made.sequence_arch.features],
         dense_in_features=len(schema.dense_names),
         dense_arch_layer_sizes=[8],
         over_arch_layer_sizes=[8, 1],

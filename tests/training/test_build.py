@@ -41,12 +41,12 @@ def test_every_option_of_the_model_reaches_it():
         ("weights", WeightBias()),
         ("history_age", TimeBias("history_age", ages)),
     ):
-        options = {"num_heads": 2, "bias": bias, "combine": "concat"}
+        options = {"num_heads": 2, "bias": bias}
         config = ModelConfig(8, dense_arch=[7, 6], over_arch=[5], dropout=0.25, **options)
         model = build.build_model(config, EncoderConfig(), schema)
         pooling = model.sequence_arch.pooling
         assert (pooling.num_heads, pooling.embedding_dim) == (2, 8)
-        assert (pooling.features[0].bias, pooling.features[0].combine) == (expected, "concat")
+        assert pooling.features[0].bias == expected
         assert (model.dropout.p, model.sequence_arch.encoder) == (0.25, None)
         sizes = [
             [one.out_features for one in part.modules() if isinstance(one, torch.nn.Linear)]

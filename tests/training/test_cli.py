@@ -484,5 +484,5 @@ def test_features_are_entries_on_the_command_line():
 def test_a_config_of_an_earlier_version_is_refused(version, found, yaml_file):
     """Its settings mean something else: `data.fractions` were of all rows."""
     path = yaml_file(f"{version}data:\n  fractions: [0.5, 0.25, 0.25]\n  unknown: [genres]\n")
-    with pytest.raises(ConfigError, match=rf"{found}, must be 5: an earlier version of jfi, .* wrote it$"):
+    with pytest.raises(ConfigError, match=rf"{found}, must be 6: an earlier version of jfi, .* wrote it$"):
         load_config(path)

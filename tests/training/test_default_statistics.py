@@ -86,7 +86,7 @@ def test_prediction_needs_no_history(trained, caplog):
     assert scores == pytest.approx(
         run.predict(folder / "test.csv", history=folder / "log.csv")["score"].to_numpy(), abs=1e-5
     )
-    assert "number past_item_rate" in run.importance(folder / "test.csv")["drops"]
+    assert "number past_item_rate" in run.evaluate(folder / "test.csv", importance=True)["importance"]["drops"]
     assert set(run.attention(folder / "test.csv")["row"].to_pylist()) == set(range(len(ROWS) - TEST))
     out = folder / "scores.csv"
     commands.run("predict", "--run", folder / "run", "--interactions", folder / "test.csv", "--out", out)
@@ -105,7 +105,7 @@ def test_files_that_moved_cannot_be_the_history(tmp_path):
         r"table with the past of all users as the history \(`history`, --history\), or train the run with "
         r"data.statistics: \[\]"
     )
-    for call in (run.predict, run.evaluate, run.importance, run.attention):
+    for call in (run.predict, run.evaluate, run.attention):
         with pytest.raises(DataError, match=advice):
             call(few)
     assert run.predict(few, history=moved).num_rows == len(ROWS) - TEST

@@ -15,14 +15,13 @@ from test_run import tiny
 from jfi.data import load_dataset
 from jfi.data.prepared import prepare
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.scoring import Sources
 from jfi.training.distributed.processes import World
 from jfi.training.loop.trainer import Trainer
 from jfi.training.model.build_model import build_model
 from jfi.training.run.recorder import SPEED, read_metrics
 from jfi.training.run.run_data import save_data
 from jfi.training.run.run_folder import RunFolder
-from jfi.training.run.scores import scored
+from jfi.training.run.saved_run import SavedRun
 from jfi.utils import display
 from jfi.utils.display import Display
 
@@ -132,8 +131,7 @@ def test_prediction_and_preparation_write_lines_to_a_log(tmp_path, shown):
     prepare_dataset(config.data, tmp_path / "out")
     schema = load_dataset(config.data).schema
     model = build_model(config.model, config.encoder, schema)
-    with scored(model, Sources(str(tmp_path / "table.csv")), schema, config.data):
-        pass
+    SavedRun(tmp_path, config, schema, model).predict(tmp_path / "table.csv")
     tasks = {line.split(":")[0] for line in shown()}
     assert {"read", "sort", "split", "predict"} <= tasks
     prepare_dataset(config.data, tmp_path / "silent", show=False)

@@ -12,11 +12,10 @@ from test_disturbed_runs import file_system
 
 from jfi.data import load_dataset
 from jfi.data.prepared.prepare import prepare_dataset
-from jfi.data.prepared.scoring import Sources
 from jfi.data.prepared.stages.column_files import new_map
 from jfi.training import Config
 from jfi.training.model.build_model import build_model
-from jfi.training.run.scores import scored
+from jfi.training.run.saved_run import SavedRun
 from jfi.utils.exit_codes import run_command
 
 
@@ -62,9 +61,8 @@ def test_scores_that_have_no_space_are_one_line_and_leave_no_file(config, tmp_pa
     work.mkdir()
 
     def predict() -> None:
-        table = str(tmp_path / "table.csv")
-        with scored(model, Sources(table), schema, config.data, folder=work) as scores:
-            scores.write(work / "scores.csv")
+        run = SavedRun(tmp_path, config, schema, model)
+        run.predict(tmp_path / "table.csv", out=work / "scores.csv")
 
     assert_full(predict, size, work, capsys)
     assert list(work.iterdir()) == []

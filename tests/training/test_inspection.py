@@ -43,7 +43,7 @@ def run(folder):
 
 
 def test_the_input_that_tells_the_label_matters_most(run, folder):
-    found = run.importance(folder / "table.csv", seed=3)
+    found = run.evaluate(folder / "table.csv", importance=True)["importance"]
     assert found["metric"] == "auc" and found["samples"] == COUNT
     own = run.evaluate(folder / "table.csv")["overall"]["auc"]
     assert found["value"] == pytest.approx(own, abs=1e-9) and own > 0.9
@@ -61,14 +61,14 @@ def test_the_input_that_tells_the_label_matters_most(run, folder):
         "number price",
         "user user_id",
     }
-    assert run.importance(folder / "table.csv", seed=3) == found
+    assert run.evaluate(folder / "table.csv", importance=True)["importance"] == found
 
 
 def test_an_input_that_the_model_does_not_read_has_no_importance(run, folder):
     with torch.no_grad():
         table = next(p for name, p in run.model.named_parameters() if "user_id" in name)
         kept, table.data = table.data.clone(), torch.zeros_like(table)
-        found = run.importance(folder / "table.csv")
+        found = run.evaluate(folder / "table.csv", importance=True)["importance"]
         table.data = kept
     assert found["drops"]["user user_id"] == 0
 
@@ -85,7 +85,7 @@ def test_evaluate_prints_and_writes_the_importance(run, folder, tmp_path, capsys
     ]
     assert commands.call("evaluate", *options) == 0
     found = json.loads((tmp_path / "m.json").read_text())["importance"]
-    assert found == run.importance(folder / "table.csv")
+    assert found == run.evaluate(folder / "table.csv", importance=True)["importance"]
     drops = found["drops"]
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.endswith("falls where an input is shuffled"))
@@ -97,8 +97,8 @@ def test_importance_needs_labels(run, folder):
     rows = [dict(zip(HEADER.split(","), line.split(","), strict=True)) for line in lines[1:]]
     for one in rows:
         one["clicked"] = None
-    with pytest.raises(DataError, match="importance: no row has a label"):
-        run.importance(pa.Table.from_pylist(rows))
+    with pytest.raises(DataError, match="no row to evaluate has a label"):
+        run.evaluate(pa.Table.from_pylist(rows), importance=True)
 
 
 def test_attention_has_the_weights_of_the_events(run, folder):

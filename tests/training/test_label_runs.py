@@ -96,7 +96,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def several(folder):
     made = config(folder, "several", {"labels": LABELS}, monitor="auc_long")
-    made = dataclasses.replace(made, model=dataclasses.replace(made.model, experts=3, over_arch=[8, 4]))
+    made = dataclasses.replace(made, model=dataclasses.replace(made.model, over_arch=[8, 4]))
     with without_pictures():
         return made, train(made)
 
@@ -135,7 +135,7 @@ def test_a_served_model_names_its_labels(folder, several):
     schema = schema_of(run.config.data, run.schema, True, True)
     assert schema.labels == ["clicked", "long", "seconds"]
     scoring = ScoringModel(run.model, [key for one in schema.user for key in one.keys])
-    width = scoring.over_arch[0].experts[0]._mlp[0]._in_size
+    width = scoring.over_arch[0].bottom._mlp[0]._in_size
     outputs = scoring.over_arch(torch.randn(5, width))
     assert outputs.shape == (5, 3)
     requests = [SimpleNamespace(num_candidates=2), SimpleNamespace(num_candidates=3)]
@@ -217,20 +217,15 @@ def test_parts_of_a_batch_have_its_weights(folder):
 
 def test_heads():
     x = torch.randn(5, 6)
-    shared, mixture = Heads(2).arch(6, [4, 3, 1]), Heads(2, experts=3).arch(6, [4, 1])
-    assert shared(x).shape == mixture(x).shape == (5, 2)
-    assert len(shared.experts) == 1 and len(mixture.experts) == 3 and len(mixture.gates) == 2
-    with torch.no_grad():  # a gate that is all for one expert
-        mixture.gates[1].weight.zero_()
-        mixture.gates[1].bias.copy_(torch.tensor([-1e9, 0.0, -1e9]))
-        expected = mixture.towers[1](mixture.experts[1](x))
-        torch.testing.assert_close(mixture(x)[:, 1:], expected)
+    for sizes in ([4, 3, 1], [4, 1]):
+        shared = Heads(2).arch(6, sizes)
+        assert shared(x).shape == (5, 2)
+        torch.testing.assert_close(shared(x)[:, 1:], shared.towers[1](shared.bottom(x)))
     scaled = Heads(1, moments=[(100.0, 10.0)]).arch(6, [4, 1])
     torch.testing.assert_close(scaled(x), scaled[0](x) * 10 + 100)
     for arguments, expected in (
         ((0,), "count must be at least 1, got 0"),
-        ((1, 2), "experts must be 0, or at least 2 with at least 2 outputs, got 2"),
-        ((2, 0, [(0.0, 1.0)]), "moments must have 2 entries, one for each output, got 1"),
+        ((2, [(0.0, 1.0)]), "moments must have 2 entries, one for each output, got 1"),
     ):
         with pytest.raises(ValueError, match=expected):
             Heads(*arguments)
@@ -247,10 +242,6 @@ def test_settings_that_do_not_fit(folder):
     known += "r2_seconds, rmse_seconds or mae_seconds"
     with pytest.raises(ConfigError, match=f"training.monitor: got 'rmse', must be {known}"):
         config(folder, "unused", {"labels": LABELS}, monitor="rmse")
-    made = config(folder, "unused", {"label": "clicked"})
-    made.model.experts = 2
-    with pytest.raises(ConfigError, match=r"model.experts: got 2, must be 0 with a single label; see data.labels"):
-        Trainer(made, load_dataset(made.data), World(device=torch.device("cpu")))
     numbers = load_dataset(DataConfig(interactions=str(folder / "table.csv"), labels=regression("seconds")))
     with pytest.raises(ConfigError, match=r"baselines predict a binary label, got a regression; .*--models none mean"):
         run_baselines(numbers)

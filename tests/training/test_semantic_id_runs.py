@@ -205,7 +205,7 @@ def test_a_prepared_dataset_has_the_same_batches(folder, tmp_path):
     "model",
     [
         {},
-        {"combine": "concat", "semantic_ids": "decode"},
+        {"semantic_ids": "decode"},
         {"semantic_ids": "decode", "pooling": "mean", "bias": None},
         {"item_id": False, "bias": ["position", "history_age"]},
         {"pooling": "none", "bias": None},

@@ -14,8 +14,8 @@ from jfi.models import SequenceDLRM
 from jfi.training.metrics.label_metrics import Predictions
 
 
-def importance(
-    model: SequenceDLRM, rows: ScoringRows, schema: DataSchema, weights: list[float], batch_size: int, seed: int
+def permute_inputs(
+    model: SequenceDLRM, rows: ScoringRows, schema: DataSchema, weights: list[float], batch_size: int
 ) -> dict:
     """Permutation importance: how far the metric falls where an input is shuffled between the rows of a batch.
 
@@ -24,23 +24,17 @@ def importance(
 
     Args:
         model: in evaluation mode.
-        rows: with labels.
+        rows: some have a label.
         schema: of the run.
         weights: of the losses of the labels.
         batch_size: rows that are shuffled together.
-        seed: of the permutations.
 
     Returns:
         `metric`, auc or of a regression r2; its `value` as the rows are; the number of `samples`; and `drops`, by input
         how far the metric falls, the largest first.
-
-    Raises:
-        DataError: no row has a label.
     """
     labels = rows.labels if rows.labels.ndim == 1 else rows.labels[:, 0]
-    if rows.dataset is None or np.isnan(labels).all():
-        raise DataError(rows.no_label or "importance: no row has a label")
-    device, random = next(model.parameters()).device, np.random.default_rng(seed)
+    device, random = next(model.parameters()).device, np.random.default_rng(0)
     found: dict[str, Predictions] = {}
     with torch.inference_mode():
         for batch in rows.dataset.batches("rows", batch_size, batching="sample"):

@@ -66,9 +66,9 @@ def build_model(
 ) -> SequenceDLRM:
     """The SequenceDLRM of `config` for the keys of `schema`.
 
-    Its sequence feature is `history`: an event combines all history keys, the target all item keys (semantic IDs among
-    them), and `max_seqlen` is the schema's `max_history`. There is one more, of the same events, for each further bias
-    of `model.bias`.
+    Its sequence feature is `history`: an event is the sum of all history keys, the target that of all item keys
+    (semantic IDs among them), and `max_seqlen` is the schema's `max_history`. There is one more, of the same events,
+    for each further bias of `model.bias`.
 
     Args:
         config: the section `model`.
@@ -81,8 +81,7 @@ def build_model(
         admit_every: steps between two admissions of new ids to tables that grow.
 
     Raises:
-        ConfigError: `model.semantic_ids` does not go with the codec,
-            `model.experts` with a single label, or nothing describes the item.
+        ConfigError: `model.semantic_ids` does not go with the codec, or nothing describes the item.
     """
     features = [f for f in schema.features if config.item_id or f.column != schema.item_key]
     if not any(f.role == "item" for f in features):
@@ -100,7 +99,6 @@ def build_model(
             name="history" if index == 0 else f"history_by_{bias}",
             sequence_keys=[f.key for f in history],
             target_keys=[f.key for f in features if f.role == "item"],
-            combine=config.combine,
             bias=_bias(bias, features),
             max_seqlen=schema.max_history,
         )
@@ -124,7 +122,7 @@ def build_model(
             partial(kind, **fused) for kind in (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
         )
     widths = {f.column: f.width or config.embedding_dim for f in in_collection}
-    width, heads = event_width(widths, config.embedding_dim), _heads(config, schema)
+    width = event_width(widths, config.embedding_dim)
     attention = AttentionPooling(config.num_heads)
     return SequenceDLRM(
         make_bags(bag_tables) if bag_tables else None,
@@ -140,17 +138,15 @@ def build_model(
         user_keys=[f.key for f in embedded if f.role == "user"],
         semantic_ids=_semantic_ids(config, schema, [f.key for f in embedded if f.semantic], width),
         growing_ids=_growing_ids(schema, in_tables, admit_every),
-        heads=heads,
+        heads=_heads(schema),
     )
 
 
-def _heads(config: ModelConfig, schema: DataSchema) -> Heads:
+def _heads(schema: DataSchema) -> Heads:
     """An output for each label."""
-    if config.experts and len(schema.labels) + schema.num_auxiliary == 1:
-        raise ConfigError(f"model.experts: got {config.experts}, must be 0 with a single label; see data.labels")
     is_scaled = any(label.task == "regression" for label in schema.labels)
     moments = [(label.mean, label.deviation) for label in schema.labels] if is_scaled else None
-    return Heads(len(schema.labels), config.experts, moments, schema.num_auxiliary)
+    return Heads(len(schema.labels), moments, schema.num_auxiliary)
 
 
 def _growing_ids(schema: DataSchema, features: list[FeatureSpec], every: int) -> GrowingIds | None:

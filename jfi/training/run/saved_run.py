@@ -1,33 +1,49 @@
 """A run as it lies in its folder: the model of its best epoch, and all that encodes other data for it."""
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import torch
 
-from jfi.data import DataError, DataSchema
+from jfi.data import Batch, DataError, DataSchema
 from jfi.data.batches.choose_events import load_policy
+from jfi.data.batches.prefetch import loader_threads, prefetch
 from jfi.data.io.paths import as_table
 from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.data.prepared.stages.column_files import new_map
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.history_policies import Policy
 from jfi.models import SequenceDLRM
 from jfi.training.config import Config, ConfigError
 from jfi.training.metrics.calibration import Calibration
-from jfi.training.metrics.inspection import attention, importance
+from jfi.training.metrics.inspection import attention, permute_inputs
+from jfi.training.metrics.ranking import RankedPositives
 from jfi.training.metrics.unknown_values import UnknownShares
 from jfi.training.model.build_model import build_model
 from jfi.training.run.best_epoch import BestEpoch
 from jfi.training.run.run_data import own_policy
 from jfi.training.run.run_folder import RunFolder
-from jfi.training.run.scores import Scores, check_out, check_results, metrics_of, scored
+from jfi.training.run.scores import (
+    Scores,
+    check_out,
+    check_results,
+    labeled_rows,
+    metrics_of,
+    result_names,
+    warn_of_empty_histories,
+)
+from jfi.utils.display import Display
 from jfi.utils.files import naming, temporary_folder
 
+Item = TypeVar("Item")
+_log = logging.getLogger(__name__)
 #: What a column of probabilities can be.
 PREDICTED = ("probabilities", "calibrated")
 #: Files, folders or globs, as the config names them.
@@ -120,7 +136,7 @@ class SavedRun:
             run.predict("today.parquet", history="clicks.parquet", out="scores.parquet")
         """
         out, sources = check_out(out), self._sources(interactions, history, users, items, semantic_ids)
-        with self._scored(sources, out, output, batch_size=batch_size, memory=memory) as scores:
+        with self._scored(sources, out, output, batch_size, memory) as scores:
             if out is None:
                 return _as_given(pa.Table.from_batches(list(scores.batches())), interactions)
             scores.write(out)
@@ -151,7 +167,8 @@ class SavedRun:
             interactions, history, users, items, semantic_ids, batch_size, output, memory: as of `predict`.
             by: columns of the interactions; each of their values gets metrics of its own.
             out: file to write the scores to, as of `predict`, with the columns `by` too.
-            importance: whether the metrics include the result of `importance`, for which nothing is read again.
+            importance: whether the metrics include, under this name, how far the AUC falls where an input is shuffled
+                between rows, see `jfi.training.metrics.inspection`.
 
         Returns:
             As `jfi.training.run.scores.metrics_of`.
@@ -162,44 +179,15 @@ class SavedRun:
         if importance and self.config.data.is_implicit:
             raise DataError("importance: no row has a label")
         out, by = check_out(out), [by] if isinstance(by, str) else by
-        sources, evaluate = self._sources(interactions, history, users, items, semantic_ids), self.config.training
-        options: dict[str, Any] = {"by": by, "evaluate": evaluate, "batch_size": batch_size, "memory": memory}
-        with self._scored(sources, out, output, **options) as scores:
+        sources = self._sources(interactions, history, users, items, semantic_ids)
+        with self._scored(sources, out, output, batch_size, memory, by, evaluates=True) as scores:
             metrics = metrics_of(scores, self.config.data, by)
             if importance:
-                metrics["importance"] = self._importance(scores.rows, batch_size)
+                weights = [one.weight for one in self.config.data.targets()]
+                metrics["importance"] = permute_inputs(self.model, scores.rows, self.schema, weights, batch_size)
             if out is not None:
                 scores.write(out)
             return metrics
-
-    def importance(
-        self,
-        interactions: Paths | pa.Table,
-        *,
-        history: Paths | pa.Table | None = None,
-        users: Paths | None = None,
-        items: Paths | None = None,
-        semantic_ids: str | Path | None = None,
-        batch_size: int = 4096,
-        seed: int = 0,
-        memory: str | None = None,
-    ) -> dict:
-        """Returns how far the AUC falls where an input is shuffled between rows, see `jfi.training.metrics.inspection`.
-
-        Args:
-            interactions: the rows, as of `evaluate`, like the arguments up to `semantic_ids`, and `memory`.
-            batch_size: rows that are shuffled together.
-            seed: of the permutations.
-
-        Raises:
-            DataError: as `evaluate`; also for implicit feedback, whose rows have no labels.
-        """
-        with self._read(self._sources(interactions, history, users, items, semantic_ids), memory) as (rows, _):
-            return self._importance(rows, batch_size, seed)
-
-    def _importance(self, rows: ScoringRows, batch_size: int, seed: int = 0) -> dict:
-        weights = [one.weight for one in self.config.data.targets()]
-        return importance(self.model, rows, self.schema, weights, batch_size, seed)
 
     def attention(
         self,
@@ -231,10 +219,19 @@ class SavedRun:
             return _as_given(attention(self.model, rows, read_ids(folder, "item"), batch_size), interactions)
 
     @contextmanager
-    def _read(self, sources: Sources, memory: str | None) -> Iterator[tuple[ScoringRows, Path]]:
-        with temporary_folder(".jfi-") as folder, naming(folder):
-            options: dict[str, Any] = {"policy": self.policy, "memory": memory}
-            yield ScoringRows(sources, folder, self.schema, self.config.data, **options), folder
+    def _read(
+        self,
+        sources: Sources,
+        memory: str | None,
+        by: Sequence[str] = (),
+        are_positives: bool = False,
+        folder: Path | None = None,
+    ) -> Iterator[tuple[ScoringRows, Path]]:
+        with temporary_folder(".jfi-", folder) as files:
+            with naming(files):
+                options: dict[str, Any] = {"policy": self.policy, "memory": memory}
+                rows = ScoringRows(sources, files, self.schema, self.config.data, by, are_positives, **options)
+            yield rows, files
 
     def check_output(self, output: str) -> None:
         """Raises ValueError or ConfigError unless the run can give `output`, one of `PREDICTED`."""
@@ -246,15 +243,77 @@ class SavedRun:
         if output == "calibrated" and not self.calibration:
             raise ConfigError(f"{what} has no calibration; train it again, or choose probabilities")
 
+    @contextmanager
     def _scored(
-        self, sources: Sources, out: Path | None, output: str, **options: Any
-    ) -> AbstractContextManager[Scores]:
-        """The scores of `sources`; the options are those of `scored`."""
+        self,
+        sources: Sources,
+        out: Path | None,
+        output: str,
+        batch_size: int,
+        memory: str | None,
+        by: Sequence[str] = (),
+        evaluates: bool = False,
+    ) -> Iterator[Scores]:
+        """Scores every row of `sources.interactions`, but for those that `data.null_ids: drop` leaves out.
+
+        Memory grows with the distinct values and the tables of users and items, and not with the rows. Temporary files,
+        beside `out` where that is given, are a few times as large as the tables.
+
+        Args:
+            sources: what to score.
+            out, output, batch_size, memory: as of `predict`.
+            by: further columns of the interactions to keep, for groups.
+            evaluates: whether some rows must have a label, which is checked before any is scored. Rows of implicit
+                feedback are positives then, and negatives are scored too.
+        """
         self.check_output(output)
         check_results({"--out": out}, {f"--{name.replace('_', '-')}": source for name, source in vars(sources).items()})
-        options |= {"folder": None if out is None else out.parent, "policy": self.policy, "expected": self.unknown}
-        options["calibration"] = self.calibration if output == "calibrated" else None
-        return scored(self.model, sources, self.schema, self.config.data, **options)
+        config, labels = self.config.data, self.schema.labels
+        for name in (config.user, config.item, config.timestamp, *by):
+            if name in [own for label in labels for own in result_names(label, len(labels) > 1)]:
+                raise DataError(f"column '{name}' has the name of a result; rename it")
+        device, implicit = next(self.model.parameters()).device, evaluates and config.is_implicit
+        folder = None if out is None else out.parent
+        with self._read(sources, memory, by, implicit, folder) as (rows, files):
+            if evaluates:
+                count = len(labeled_rows(rows, config))  # before the model runs, which takes longest
+                if implicit and count < rows.num_rows:
+                    left_out = f"{rows.num_rows - count:,} of {rows.num_rows:,} rows"
+                    _log.warning("left out %s, whose items training does not know", left_out)
+            width = () if len(labels) == 1 else (len(labels),)
+            with naming(files):
+                score = new_map(files / "score.npy", np.float32, (rows.num_rows, *width))
+                user = new_map(files / "user.npy", np.int64, rows.num_rows)
+                positives = RankedPositives(rows, files, config, self.config.training) if implicit else None
+            unknown = UnknownShares(0, {})
+            total = rows.num_rows + (0 if positives is None else positives.num_samples)
+            with Display("predict", total, unit="rows" if positives is None else "samples") as display:
+
+                def run(assemble: Callable[[Item], Batch], items: Iterable[Item]) -> Iterator[torch.Tensor]:
+                    ahead: Any = prefetch(assemble, items, device, loader_threads(device))
+                    with closing(ahead):
+                        for batch in ahead:
+                            with torch.inference_mode():
+                                logits = self.model(batch.dense_features, batch.sparse_features, batch.timelines)
+                            logits = logits.float().reshape(len(logits), *width)[: len(batch.labels)]
+                            display.update(len(logits))
+                            yield logits
+
+                if rows.dataset is not None:
+                    samples = rows.dataset.arrays().samples["rows"]
+                    if not rows.has_history:
+                        warn_of_empty_histories(rows.dataset)
+                    batches = rows.dataset.batches("rows", batch_size, pin_memory=device.type == "cuda")
+                    for number, logits in enumerate(run(batches.__getitem__, range(len(batches)))):
+                        chosen = batches.order.part(number, 0, 1).samples
+                        score[rows.rows[chosen]] = logits.cpu().numpy()
+                        user[rows.rows[chosen]] = rows.dataset.arrays().events.user[samples[chosen]]
+                    unknown = UnknownShares.of(rows.dataset, "rows")
+                if positives is not None:
+                    positives.score(rows, run, batch_size, device)
+            unknown.warn(self.unknown)
+            calibration = self.calibration if output == "calibrated" else None
+            yield Scores(rows, score, labels, user, unknown, positives, calibration)
 
     def _sources(self, *tables: Paths | pa.Table | None) -> Sources:
         """Returns the files of the tables, which are in the order of the fields, or of those of the run's config."""

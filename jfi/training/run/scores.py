@@ -4,12 +4,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,24 +15,18 @@ import pyarrow.csv
 import pyarrow.parquet
 import torch
 
-from jfi.data import Batch, DataConfig, DataError, DataSchema, InteractionDataset
-from jfi.data.batches.prefetch import loader_threads, prefetch
+from jfi.data import DataConfig, DataError, InteractionDataset
 from jfi.data.io.blocks import find_table
-from jfi.data.prepared.scoring import ScoringRows, Source, Sources
-from jfi.data.prepared.stages.column_files import new_map
+from jfi.data.prepared.scoring import ScoringRows, Source
 from jfi.data.prepared.summary import count_lengths, describe_lengths
 from jfi.data.schema.schema import LabelSpec
-from jfi.history_policies import Policy
-from jfi.models import SequenceDLRM
-from jfi.training.config import ConfigError, TrainingConfig
+from jfi.training.config import ConfigError
 from jfi.training.metrics.calibration import Calibration, calibrate
 from jfi.training.metrics.label_metrics import Predictions
 from jfi.training.metrics.ranking import RankedPositives
 from jfi.training.metrics.unknown_values import UnknownShares
-from jfi.utils.display import Display
-from jfi.utils.files import naming, temporary_folder, writing_file
+from jfi.utils.files import writing_file
 
-Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 
 SCORE, PROBABILITY, PREDICTION = "score", "probability", "prediction"
@@ -43,7 +35,7 @@ SUFFIXES = (".parquet", ".csv")
 
 @dataclass(frozen=True)
 class Scores:
-    """The scored rows of a table; valid while the `scored` block lasts.
+    """The scored rows of a table; valid while the temporary files of a prediction are there.
 
     Args:
         rows: the rows; their keys are read from disk.
@@ -107,91 +99,6 @@ def result_names(label: LabelSpec, is_one_of_many: bool) -> list[str]:
     """
     names = [SCORE, PROBABILITY] if label.task == "binary" else [PREDICTION]
     return [f"{name}_{label.name}" for name in names] if is_one_of_many else names
-
-
-@contextmanager
-def scored(
-    model: SequenceDLRM,
-    sources: Sources,
-    schema: DataSchema,
-    config: DataConfig,
-    *,
-    by: Sequence[str] = (),
-    evaluate: TrainingConfig | None = None,
-    batch_size: int = 4096,
-    folder: Path | None = None,
-    policy: Policy | None = None,
-    calibration: Calibration | None = None,
-    expected: Mapping[str, float] | None = None,
-    memory: str | None = None,
-) -> Iterator[Scores]:
-    """Scores every row of `sources.interactions`, but for those that `data.null_ids: drop` leaves out.
-
-    Memory grows with the distinct values and the tables of users and items, and not with the rows. Temporary files in
-    `folder` are a few times as large as the tables.
-
-    Args:
-        model: in evaluation mode.
-        sources: what to score.
-        schema: of the run.
-        config: the section `data` of the run.
-        by: further columns of the interactions to keep, for groups.
-        evaluate: the section `training` of the run, if the rows are to be evaluated: some must have a label then, which
-            is checked before any is scored. Without a label they are positives, and negatives are scored too.
-        batch_size: rows per call of the model.
-        folder: where temporary files go; None for the system's folder.
-        policy: which events of a history stay, or None for all.
-        calibration: of the probabilities, or None.
-        expected: see `UnknownShares.warn`.
-        memory: most that sorting the tables holds in memory; None is half of what is free.
-
-    Raises:
-        DataError: a table is missing or malformed, or has no label where one is needed.
-    """
-    for name in (config.user, config.item, config.timestamp, *by):
-        if name in [own for label in schema.labels for own in result_names(label, len(schema.labels) > 1)]:
-            raise DataError(f"column '{name}' has the name of a result; rename it")
-    device = next(model.parameters()).device
-    implicit = evaluate is not None and config.is_implicit
-    with temporary_folder(".jfi-", folder) as files:
-        with naming(files):
-            rows = ScoringRows(sources, files, schema, config, by, implicit, policy, memory=memory)
-            if evaluate is not None:
-                count = len(labeled_rows(rows, config))  # before the model runs, which takes longest
-                if implicit and count < rows.num_rows:
-                    left_out = f"{rows.num_rows - count:,} of {rows.num_rows:,} rows"
-                    _log.warning("left out %s, whose items training does not know", left_out)
-            width = () if len(schema.labels) == 1 else (len(schema.labels),)
-            score = new_map(files / "score.npy", np.float32, (rows.num_rows, *width))
-            user = new_map(files / "user.npy", np.int64, rows.num_rows)
-            positives = RankedPositives(rows, files, config, evaluate) if implicit else None
-        unknown = UnknownShares(0, {})
-        total = rows.num_rows + (0 if positives is None else positives.num_samples)
-        with Display("predict", total, unit="rows" if positives is None else "samples") as display:
-
-            def run(assemble: Callable[[Item], Batch], items: Iterable[Item]) -> Iterator[torch.Tensor]:
-                with closing(prefetch(assemble, items, device, loader_threads(device))) as batches:
-                    for batch in batches:
-                        with torch.inference_mode():
-                            logits = model(batch.dense_features, batch.sparse_features, batch.timelines).float()
-                        logits = logits.reshape(len(logits), *width)[: len(batch.labels)]
-                        display.update(len(logits))
-                        yield logits
-
-            if rows.dataset is not None:
-                samples = rows.dataset.arrays().samples["rows"]
-                if not rows.has_history:
-                    _warn_of_empty_histories(rows.dataset)
-                batches = rows.dataset.batches("rows", batch_size, pin_memory=device.type == "cuda")
-                for number, logits in enumerate(run(batches.__getitem__, range(len(batches)))):
-                    chosen = batches.order.part(number, 0, 1).samples
-                    score[rows.rows[chosen]] = logits.cpu().numpy()
-                    user[rows.rows[chosen]] = rows.dataset.arrays().events.user[samples[chosen]]
-                unknown = UnknownShares.of(rows.dataset, "rows")
-            if positives is not None:
-                positives.score(rows, run, batch_size, device)
-        unknown.warn(expected or {})
-        yield Scores(rows, score, schema.labels, user, unknown, positives, calibration)
 
 
 def check_out(out: str | Path | None, option: str = "--out") -> Path | None:
@@ -364,7 +271,7 @@ def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
-def _warn_of_empty_histories(dataset: InteractionDataset) -> None:
+def warn_of_empty_histories(dataset: InteractionDataset) -> None:
     """Logs a warning where most rows have no history, since the log before them is likely to be missing."""
     arrays = dataset.arrays()
     lengths = describe_lengths(*count_lengths(arrays.events, arrays.samples), dataset.schema.max_history)
