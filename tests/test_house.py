@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 335,
     "baselines": 350,
-    "cli": 1489,
+    "cli": 1468,
     "cpu": 922,
     "cuda_graphs": 787,
     "data": 8325,
@@ -22,7 +22,8 @@ BUDGET = {
     "modules": 2531,
     "ops": 2119,
     "semantic_ids": 1762,
-    "serving": 7549,
+    "serving": 5627,
+    "state": 1910,
     "table1": 1135,
     "tables": 3175,
     "training": 6997,

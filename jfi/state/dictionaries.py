@@ -65,19 +65,18 @@ class Dictionaries:
             StateError: the next numbers are taken, since the store has lost the count of the dictionary.
         """
         known, new = self._cache.numbers.setdefault(values, {None: 0}), self.new.setdefault(values, {})
-        absent = [text for text in dict.fromkeys(texts) if text not in known and text not in new]
-        if absent:
-            known = known | self._read(values, absent)
-        joined = known | new if new else known
-        return np.fromiter(map(joined.__getitem__, texts), np.int32, len(texts))
+        if absent := [text for text in dict.fromkeys(texts) if text not in known and text not in new]:
+            self._read(values, absent, known)
+        found = (known[text] if text in known else new[text] for text in texts)
+        return np.fromiter(found if new else map(known.__getitem__, texts), np.int32, len(texts))
 
-    def _read(self, values: str, absent: list[str]) -> dict[str | None, int]:
-        """The numbers that the store has of texts; the others get new ones."""
+    def _read(self, values: str, absent: list[str], known: dict[str | None, int]) -> None:
+        """Adds to `known` the numbers that the store has of texts; the others get new ones."""
         *found, count = self._get([*(_number_key(values, text) for text in absent), _COUNT + values.encode()])
         with finding_damage(f"the numbers of values of '{values}'"):
             own = {text: _INTEGER.unpack(one)[0] for text, one in zip(absent, found, strict=True) if one is not None}
             first = self._counts.setdefault(values, _INTEGER.unpack(count)[0] if count else 0) + 1
-        self._cache.numbers.setdefault(values, {None: 0}).update(own)
+        known.update(own)
         lacking = [text for text in absent if text not in own]
         numbers = range(first, min(first + len(lacking), MAX_NUMBERS + 1))
         if any(one is not None for one in self._get([text_key(values, number) for number in numbers])):
@@ -86,7 +85,6 @@ class Dictionaries:
         self.new[values] |= dict.fromkeys(lacking, 0) | dict(zip(lacking, numbers, strict=False))
         self._new_texts.setdefault(values, {}).update(zip(numbers, lacking, strict=False))
         self._counts[values] += len(numbers)
-        return own
 
     def texts(self, values: str, numbers: Iterable[int]) -> list[str | None]:
         """The texts of numbers of a dictionary, None for 0.

@@ -53,6 +53,7 @@ class ModelIds:
             for one in self._fields
             if one.kind in ("category", "slots")
         }
+        self._edges = {one.name: np.array(one.edges) for one in self._fields if one.kind == "quantile"}
         self._crosses = {
             one.name: _CrossIds(one, known[one.name], texts) for one in self._fields if one.kind == "cross"
         }
@@ -68,7 +69,7 @@ class ModelIds:
             if one.kind == "cross":
                 found[one.keys[0]] = self._crosses[one.name]([records[name] for name in one.columns])
             elif one.kind == "quantile":
-                found[one.keys[0]] = quantile_ids(records[one.name], np.array(one.edges), one.default)
+                found[one.keys[0]] = quantile_ids(records[one.name], self._edges[one.name], one.default)
             elif one.kind == "sid":
                 found[one.keys[0]] = records[one.name].astype(np.int64)
             elif one.kind == "category":
@@ -88,7 +89,7 @@ class ModelIds:
         found = {}
         for one in self._fields:
             if one.kind == "quantile":
-                found[one.keys[0]] = quantile_ids(records[one.name], np.array(one.edges), one.default)
+                found[one.keys[0]] = quantile_ids(records[one.name], self._edges[one.name], one.default)
             elif one.kind == "category":
                 found[one.keys[0]] = self._ids[one.name].of_texts(texts[one.name])
             elif one.kind == "slots":
@@ -138,14 +139,14 @@ class _Ids:
     def __call__(self, numbers: np.ndarray) -> np.ndarray:
         """Returns the ids of numbers of any shape."""
         try:
-            found = self._ids[numbers]
+            found = self._ids.take(numbers)
         except IndexError:
             found = None
         if found is not None and (not found.size or found.min() >= 0):
             return found
         with self._lock:
             self._read(np.unique(numbers))
-            return self._ids[numbers]
+            return self._ids.take(numbers)
 
     def _read(self, numbers: np.ndarray) -> None:
         is_new = numbers >= len(self._ids)

@@ -186,10 +186,12 @@ def quantile_ids(values: np.ndarray, edges: np.ndarray, default: float | None = 
         >>> quantile_ids(np.array([0.5, 1.0, np.nan, 7.0]), np.array([1.0, 5.0]))
         array([1, 2, 0, 3])
     """
+    finite = np.isfinite(values)
+    if finite.all():
+        return edges.searchsorted(values, side="right") + 1
     if default is not None:
-        values = np.where(np.isfinite(values), values, default)
-    ids = np.searchsorted(edges, values, side="right") + 1
-    return np.where(np.isfinite(values), ids, UNKNOWN).astype(np.int64)
+        return edges.searchsorted(np.where(finite, values, default), side="right") + 1
+    return np.where(finite, edges.searchsorted(values, side="right") + 1, UNKNOWN)
 
 
 def standardize(
