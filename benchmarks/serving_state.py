@@ -27,10 +27,12 @@ from benchmarks import report, serving
 from benchmarks.http_client import Client
 from benchmarks.run import Rates
 from benchmarks.serving import BODIES, Shape, timed
+from jfi.serving.schema import Schema
 from jfi.serving.scorer import Scorer, StateSettings, batch_inputs
-from jfi.serving.user_state.layout import TIME, EventLayout, user_key
-from jfi.serving.user_state.state import UserState, put_records, write_layout
-from jfi.serving.user_state.stores import Store, open_store
+from jfi.state.dictionaries import Dictionaries
+from jfi.state.layout import TIME, EventLayout, layout_of, user_key
+from jfi.state.state import UserState, put_records, write_layout
+from jfi.state.stores import Store, open_store
 
 CANDIDATES = 1000
 BY_ROWS, BY_COLUMNS, LMDB, REDIS = "JSON by rows", "JSON by columns", "state in LMDB", "state in Redis"
@@ -75,12 +77,12 @@ def in_time_order(body: bytes) -> bytes:
 
 
 def records_of(body: bytes, layout: EventLayout, now: int) -> np.ndarray:
-    """The events of a request as a state keeps them; the values are numbers from 1, which are their ids."""
+    """The events of a request as a state keeps them; the values are numbers from 1, as those of the dictionaries."""
     history = json.loads(body)["history"]
     records = np.zeros(len(history["age"]), layout.dtype)
     records[TIME] = now - np.array(history["age"], np.float64)
-    for column in layout.columns:
-        records[column.name] = np.array(history[column.field.name], np.int64)
+    for name in layout.columns:
+        records[name] = np.array(history[name], np.int64)
     return records
 
 
@@ -91,16 +93,18 @@ def of_user(body: bytes, user: str, now: int) -> bytes:
     return json.dumps(request, separators=(",", ":")).encode()
 
 
-def fill(store: Store, layout: EventLayout, bodies: dict[int, list[bytes]], now: int) -> None:
-    """Writes the users of the requests, and those that events are posted for."""
+def fill(store: Store, layout: EventLayout, schema: Schema, bodies: dict[int, list[bytes]], now: int) -> None:
+    """Writes the values of the vocabularies, the users of the requests, and those that events are posted for."""
+    names = Dictionaries()
+    sizes = {name: len(names.numbers(name, schema.vocabularies[name])) for name in layout.columns}
+    store.put(names.changes().items())
     for length, own in bodies.items():
         put_records(store, ((f"{length}-{i}", records_of(body, layout, now)) for i, body in enumerate(own)))
     draw = np.random.default_rng(0)
     records = np.zeros(WRITTEN_HISTORY, layout.dtype)
     records[TIME] = now - 1e6 + np.arange(WRITTEN_HISTORY)
-    for column in layout.columns:
-        known = len(layout.schema.vocabularies[column.values])
-        records[column.name] = draw.integers(1, known + 1, WRITTEN_HISTORY)
+    for name, known in sizes.items():
+        records[name] = draw.integers(1, known + 1, WRITTEN_HISTORY)
     put_records(store, ((f"w{i}", records) for i in range(max(WRITTEN))))
     write_layout(store, layout)
 
@@ -109,17 +113,17 @@ def parts(
     scorer: Scorer, store: Store, way: str, length: int, bodies: list[bytes], record: Record, seconds: float
 ) -> None:
     """Times of the parts of a request in one process."""
-    state = UserState(store, scorer.state.layout)
+    state = UserState(store, scorer.reader)
     requests = [scorer.reader.read(body) for body in bodies]
     users = [one.stored.user for one in requests]
     keys = [user_key(user) for user in users]
     histories = [state.histories([user])[0] for user in users]
-    filled = [state.fill([one], scorer.reader)[0] for one in requests]
+    filled = [state.fill([one])[0] for one in requests]
     inputs = [batch_inputs([one], scorer.inputs, scorer.tables, scorer.device) for one in filled]
     wait = torch.cuda.synchronize if scorer.device.type == "cuda" else lambda: None
 
     def score(i: int) -> None:
-        scorer._score(state.fill([requests[i % BODIES]], scorer.reader))
+        scorer._score(state.fill([requests[i % BODIES]]))
 
     def copy(i: int) -> None:
         batch_inputs([filled[i % BODIES]], scorer.inputs, scorer.tables, scorer.device)
@@ -130,7 +134,7 @@ def parts(
         wait()
 
     def decode(i: int) -> None:
-        state._filled(requests[i % BODIES], histories[i % BODIES], scorer.reader)
+        state._filled(requests[i % BODIES], histories[i % BODIES])
 
     measured = {
         "JSON parsed": lambda i: scorer.reader.read(bodies[i % BODIES]),
@@ -209,7 +213,8 @@ def run(options: argparse.Namespace) -> int:
         columns = {
             n: [in_time_order(serving.make_body(plain, one, draw)) for _ in range(BODIES)] for n, one in shapes.items()
         }
-        layout, now = EventLayout(plain.info.schema, longest), int(time.time())
+        schema, now = plain.info.schema, int(time.time())
+        layout = layout_of(schema, longest)
         users = {n: [of_user(body, f"{n}-{i}", now) for i, body in enumerate(own)] for n, own in columns.items()}
         bodies = {way: users for way in WAYS} | {BY_COLUMNS: columns}
         bodies[BY_ROWS] = {n: list(map(serving.by_rows, own)) for n, own in columns.items()}
@@ -234,7 +239,7 @@ def run(options: argparse.Namespace) -> int:
             where["redis"] = report.run_command(os.environ.get("REDIS_SERVER", "redis-server"), "--version")
         for way, name in names.items():
             store = open_store(name, create=True, timeout=TIMEOUT_MS / 1e3)
-            fill(store, layout, columns, now)
+            fill(store, layout, schema, columns, now)
             scorer = Scorer(path, options.tables_device, state=StateSettings(store))
             for length in options.lengths:
                 parts(scorer, store, way, length, users[length], record, options.seconds / 4)

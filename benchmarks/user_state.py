@@ -25,31 +25,30 @@ from benchmarks.run import Rates
 from benchmarks.serving import ROOT
 from benchmarks.serving_state import redis_server
 from jfi.serving.schema import Field, Schema
-from jfi.serving.user_state.layout import TIME, EventLayout
-from jfi.serving.user_state.state import put_records, write_layout
-from jfi.serving.user_state.stores import open_store
+from jfi.state.layout import TIME, EventLayout, layout_of
+from jfi.state.state import put_records, write_layout
+from jfi.state.stores import open_store
 
 ITEMS = 100_000
+#: Values of each column of events.
+SIZES_OF_COLUMNS = {"item": ITEMS, "category": 1000, "action": 6}
 SIZES = ((1_000_000, 200), (100_000, 10_000))
 LOADED = (1_000_000, 20)
 
 
-def layout_of(events: int) -> EventLayout:
+def three_columns(events: int) -> EventLayout:
     """Records of three ids: 28 bytes an event."""
-    names = {"item": ITEMS, "category": 1000, "action": 6}
-    fields = [Field(name, "category", [f"history_{name}"]) for name in names]
-    known = {name: [str(i) for i in range(1, size)] for name, size in names.items()}
-    return EventLayout(Schema([], [], fields, known, user_id="user_id", item_id="item"), events)
+    fields = [Field(name, "category", [f"history_{name}"]) for name in SIZES_OF_COLUMNS]
+    return layout_of(Schema([], [], fields, user_id="user_id", item_id="item"), events)
 
 
 def users_of(layout: EventLayout, users: int, events: int) -> Iterator[tuple[str, np.ndarray]]:
     """Users with random events."""
     draw = np.random.default_rng(0)
-    sizes = {column.name: len(layout.schema.vocabularies[column.values]) for column in layout.columns}
     for user in range(users):
         records = np.zeros(events, layout.dtype)
         records[TIME] = np.sort(draw.integers(1_600_000_000, 1_700_000_000, events))
-        for name, size in sizes.items():
+        for name, size in SIZES_OF_COLUMNS.items():
             records[name] = draw.integers(1, size + 1, events)
         yield f"user-{user}", records
 
@@ -61,7 +60,7 @@ def peak_rss() -> int:
 
 def fill(name: str, users: int, events: int, results: SimpleQueue) -> None:
     """Fills a store, in a process of its own."""
-    layout, start = layout_of(events), time.perf_counter()
+    layout, start = three_columns(events), time.perf_counter()
     store = open_store(name, create=True, timeout=60.0)
     put_records(store, users_of(layout, users, events))
     write_layout(store, layout)
@@ -129,7 +128,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     where = report.environment(torch.device("cpu"), Rates(), options.commit)
-    where |= {"event_bytes": layout_of(1).dtype.itemsize, "scale": options.scale}
+    where |= {"event_bytes": three_columns(1).dtype.itemsize, "scale": options.scale}
     rows: list[dict] = []
 
     def record(users: int, events: int, store: str, seconds: float, peak: int, size: int) -> None:

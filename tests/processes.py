@@ -12,7 +12,7 @@ from multiprocessing.context import BaseContext
 
 import torch
 
-_IMPORTED = ["torchrec.distributed", "jfi.training.start", "jfi.serving.user_state.state"]
+_IMPORTED = ["torchrec.distributed", "jfi.training.start", "jfi.state.state"]
 
 
 def context() -> BaseContext:

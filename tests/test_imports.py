@@ -1,7 +1,7 @@
 """Who may import whom: by the files' import lines, and in a fresh process for each package.
 
-utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving <- baselines, follow
-<- cli; ops <- table1, which nothing imports;
+utils, kernels, cpu <- ops <- modules <- models, cuda_graphs <- distributed <- training, serving, state
+<- baselines, follow <- cli; ops <- table1, which nothing imports;
 data beside models; history_policies, events <- data; semantic_ids <- modules, data.
 
 Serving has two sides: the export needs models and data, the server only its own package and jfi.utils.
@@ -280,9 +280,16 @@ MAY_IMPORT["models"] = MAY_IMPORT["cuda_graphs"] = MAY_IMPORT["modules"] | {"mod
 MAY_IMPORT["distributed"] = MAY_IMPORT["models"] | {"models", "cuda_graphs"}
 MAY_IMPORT["training"] = MAY_IMPORT["serving"] = MAY_IMPORT["distributed"] | {"distributed", "data"}
 MAY_IMPORT["training"] |= {"events", "history_policies"}
+MAY_IMPORT["serving"] = MAY_IMPORT["state"] = MAY_IMPORT["serving"] | {"events", "history_policies", "serving", "state"}
 MAY_IMPORT["baselines"] = MAY_IMPORT["training"] | {"training", "serving"}
-MAY_IMPORT["follow"] = MAY_IMPORT["training"] | {"training", "serving"}
-MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {"baselines", "follow", "semantic_ids", "cli"}
+MAY_IMPORT["follow"] = MAY_IMPORT["training"] | {"training", "serving", "state"}
+MAY_IMPORT["cli"] = MAY_IMPORT["__main__"] = MAY_IMPORT["baselines"] | {
+    "baselines",
+    "follow",
+    "semantic_ids",
+    "state",
+    "cli",
+}
 
 
 def import_graph() -> dict[str, set[str]]:

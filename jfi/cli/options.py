@@ -40,15 +40,15 @@ On SIGHUP the server loads the artifact's folder again, without interrupting req
 An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
 to the folder, --sha256 refuses any that does not have the SHA-256 that `jfi export` has printed.
 """
-_STATE = """Fills, exports or migrates a state of users: their newest events, which `jfi serve --state` reads.
+_STATE = """Fills or exports a state of users: their newest events, which `jfi serve --state` reads.
 
 jfi state load --run RUN --state users                             # of the run's own interactions
 jfi state load --run RUN --interactions log.parquet --state redis://localhost:6379/0?prefix=clicks
 jfi state load --run RUN --interactions none --state users         # an empty one
 jfi state export --state users --out events.parquet
-jfi state migrate --state users --artifact ARTIFACT --out users-2  # for a run with another vocabulary
 
-A state is a folder, or a store of a Redis or Valkey server. Its events are encoded by the vocabulary of a run.
+A state is a folder, or a store of a Redis or Valkey server. It has the columns of the run's events as the log has them:
+artifacts with other vocabularies, quantiles or hash buckets read the same state.
 """
 _SEMANTIC_IDS = r"""Turns the content of a catalogue's items into semantic IDs, one int64 an item, and writes them once.
 
@@ -272,14 +272,13 @@ def _state_options(parser: OptionParser) -> None:
 def state() -> OptionParser:
     """Returns the options of `jfi state`."""
     parser = _parser("state", _STATE)
-    parser.add_argument("action", choices=["load", "export", "migrate"], help="what to do")
+    parser.add_argument("action", choices=["load", "export"], help="what to do")
     parser.add_argument("--state", required=True, metavar="FOLDER|URL", help="the state, new for load")
     parser.add_argument("--run", help="load: folder of a run of `jfi train`")
     log = "load: events, with the columns of training (default: the run's own interactions); or none"
     parser.add_argument("--interactions", help=log)
     _tables(parser, "load: a run")
-    parser.add_argument("--artifact", help="migrate: folder of `jfi export`, whose encoding the new state gets")
-    parser.add_argument("--out", help="export: .parquet file to write; migrate: new folder or URL")
+    parser.add_argument("--out", help="export: .parquet file to write")
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
     return parser
 

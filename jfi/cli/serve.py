@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
-from jfi.serving.user_state.stores import Store, open_store
+from jfi.state.stores import Store, open_store
 from jfi.utils.errors import InputError
 from jfi.utils.files import reading_file
 

@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from jfi.cli.options import given_tables
-from jfi.serving import artifact
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import is_empty
-from jfi.serving.user_state.stores import (
+from jfi.state.state import is_empty
+from jfi.state.stores import (
     StateError,
     Store,
     StoreUnavailableError,
@@ -25,9 +23,9 @@ _TIMEOUT = 60.0
 
 
 def main(options: argparse.Namespace) -> None:
-    """Fills, exports or migrates a state of users."""
+    """Fills or exports a state of users."""
     try:
-        {"load": _load, "export": _export, "migrate": _migrate}[options.action](options)
+        {"load": _load, "export": _export}[options.action](options)
     except StoreUnavailableError as error:
         raise OSError(f"the state of users: {error}") from None  # full or out of reach, and no fault of the input
 
@@ -36,7 +34,7 @@ def _load(options: argparse.Namespace) -> None:
     from jfi.cli.export import schema_of_run
     from jfi.data import DataError
     from jfi.serving.dataset_schema import past_fields
-    from jfi.serving.user_state.load import fill
+    from jfi.state.load import fill
     from jfi.training.run.saved_run import load_run
 
     with _new_store(options.state, "--state", options.state_gb) as store:
@@ -44,9 +42,10 @@ def _load(options: argparse.Namespace) -> None:
         config, schema = replace(run.config.data, **given_tables(options)), schema_of_run(run)
         if config.statistics_groups():
             schema = replace(schema, past=past_fields(config, run.schema))
-        layout = _layout(schema, run.schema.max_history, f"--run {options.run}")
         try:
-            users, events = fill(store, layout, config, run.schema, options.interactions)
+            users, events = fill(store, schema, config, run.schema, options.interactions)
+        except StateError as error:
+            raise StateError(f"--run {options.run}: {error}") from None
         except DataError as fault:
             if options.interactions is not None:
                 raise
@@ -56,7 +55,7 @@ def _load(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from jfi.serving.user_state.transfer import export_events
+    from jfi.state.export import export_events
 
     out = Path(_required(options, "out"))
     if out.suffix != ".parquet":
@@ -66,29 +65,10 @@ def _export(options: argparse.Namespace) -> None:
     print(f"wrote {out}: {events:,} events of {users:,} users")
 
 
-def _migrate(options: argparse.Namespace) -> None:
-    from jfi.serving.user_state.transfer import migrate
-
-    info, _ = artifact.read(Path(_required(options, "artifact")).resolve())
-    layout = _layout(info.schema, info.limits.max_history, f"--artifact {options.artifact}")
-    out = _required(options, "out")
-    opened = closing(open_store(options.state, timeout=_TIMEOUT))
-    with opened as source, _new_store(out, "--out", options.state_gb) as store:
-        users, events = migrate(source, store, layout)
-    print(f"wrote {without_password(out)}: {events:,} events of {users:,} users")
-
-
 def _required(options: argparse.Namespace, name: str) -> str:
     if (given := getattr(options, name)) is None:
         raise StateError(f"jfi state {options.action} needs --{name}")
     return given
-
-
-def _layout(schema: object, max_history: int, what: str) -> EventLayout:
-    try:
-        return EventLayout(schema, max_history)
-    except ValueError as error:
-        raise StateError(f"{what}: {error}") from None
 
 
 @contextmanager

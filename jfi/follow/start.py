@@ -22,7 +22,7 @@ from jfi.follow.parts import Part, PartFolder, Parts, RefusedPart
 from jfi.follow.publishing import publishing
 from jfi.follow.rows import PartRows, Reading
 from jfi.follow.state import LogState, open_state
-from jfi.serving.user_state.stores import StoreUnavailableError
+from jfi.state.stores import StoreUnavailableError
 from jfi.training import ConfigError
 from jfi.training.config import Config
 from jfi.training.distributed.processes import Interrupted, World, join_world, stop_on_signals

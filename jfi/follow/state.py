@@ -19,9 +19,9 @@ from jfi.follow.records import ANY, Records, number_users
 from jfi.serving.counters import CountersError, LogCounters
 from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
 from jfi.serving.schema import PastFields
-from jfi.serving.user_state.counters import StateCounters
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.stores import Changes, LmdbStore, Store
+from jfi.state.counters import StateCounters
+from jfi.state.layout import layout_of
+from jfi.state.stores import Changes, LmdbStore, Store
 from jfi.training import ConfigError
 from jfi.utils.files import write_file, writing_folder
 from jfi.utils.json_files import read_json
@@ -164,10 +164,10 @@ def _counters(config: DataConfig, schema: DataSchema) -> StateCounters | None:
     past = past_fields(config, schema)
     try:
         # Whatever the model reads, statistics are counted by the columns of items that events have.
-        layout = EventLayout(replace(schema_of(config, schema, True, False), past=past), schema.max_history)
+        requests = replace(schema_of(config, schema, True, False), past=past)
+        return StateCounters(past, requests, layout_of(requests, schema.max_history))
     except ValueError as error:
         raise ConfigError(f"--follow: {error}") from None
-    return StateCounters(past, layout)
 
 
 def _fill(store: Store, records: Records, config: DataConfig) -> None:

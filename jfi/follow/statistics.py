@@ -10,8 +10,8 @@ from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.schema.columns import Categorical
 from jfi.events.live_index import LiveRows
 from jfi.follow.state import Overlay
-from jfi.serving.user_state.counters import StateCounters
-from jfi.serving.user_state.layout import hashes
+from jfi.state.counters import StateCounters
+from jfi.state.layout import hashes
 
 
 class CountedRows:

@@ -12,7 +12,7 @@ from jfi.events.counters import counters_of
 from jfi.events.groups import NUM_VALUES, SESSIONS
 from jfi.serving.counters import LogCounters, PastIds, RequestStatistics
 from jfi.serving.schema import Field, ItemColumn, PastFields, PolicyFields, Schema
-from jfi.serving.user_state.layout import hashes
+from jfi.state.layout import hashes
 
 if TYPE_CHECKING:
     from jfi.models import SequenceDLRM

@@ -12,8 +12,7 @@ import numpy as np
 
 from jfi.serving.counters import RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
-from jfi.serving.schema import Field, Limits, Schema, request_schema, schemas_of
-from jfi.serving.user_state.stored_history import StoredHistory
+from jfi.serving.schema import Field, Limits, Schema, bounded_fields, request_schema, schemas_of
 from jfi.serving.validation import (
     BadRequestError,
     Place,
@@ -33,6 +32,7 @@ from jfi.serving.validation import (
     texts,
 )
 from jfi.serving.vocabulary_tables import KnownValues
+from jfi.state.stored_history import StoredHistory
 from jfi.utils.encoding import HashBuckets, HashedIds, age_buckets, cross, quantile_ids, standardize
 from jfi.utils.errors import suggest
 
@@ -138,10 +138,10 @@ class RequestReader:
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
         of = {"user": self.schema.user, "candidates": self.schema.candidate, "history": self.schema.event}
-        fields, answer = {part: schemas_of(kinds, of[part]) for part, kinds in self.fields.items()}, self._answer
+        fields = {part: schemas_of(kinds, bounded_fields(of[part])) for part, kinds in self.fields.items()}
         user_id = self.schema.user_id if self.has_state else None
         until = 0.0 if self._past is None else self._past.fields.until
-        return request_schema(fields, self.schema.codec, self.limits, answer, self._statistics, user_id, until)
+        return request_schema(fields, self.schema.codec, self.limits, self._answer, self._statistics, user_id, until)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""

@@ -88,11 +88,15 @@ class Field:
         return HashBuckets(self.num_buckets) if self.num_buckets else None
 
 
-def schemas_of(kinds: Mapping[str, str], fields: Sequence[Field]) -> dict[str, dict]:
-    """Returns by name the JSON Schemas of values of these kinds; texts have a bound where `fields` hash them."""
-    hashed = {name for one in fields if one.capacity for name in one.columns or [one.name]}
+def schemas_of(kinds: Mapping[str, str], bounded: Collection[str]) -> dict[str, dict]:
+    """Returns by name the JSON Schemas of values of these kinds; the texts of `bounded` have a bound."""
     raw = {"category": "raw", "categories": "raws", "slots": "raws"}
-    return {name: KINDS[raw.get(kind, kind) if name in hashed else kind] for name, kind in kinds.items()}
+    return {name: KINDS[raw.get(kind, kind) if name in bounded else kind] for name, kind in kinds.items()}
+
+
+def bounded_fields(fields: Sequence[Field]) -> set[str]:
+    """Returns the names of fields whose texts are hashed as raw ids, which takes long for a long text."""
+    return {name for one in fields if one.capacity for name in one.columns or [one.name]}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,12 +21,12 @@ from jfi.serving.published import Change
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema, empty_request
 from jfi.serving.tables import Tables, load_tables
-from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import UserState
-from jfi.serving.user_state.stores import Store, StoreUnavailableError
+from jfi.state.events import EventReader
+from jfi.state.state import UserState, read_layout
+from jfi.state.stores import Store, StoreUnavailableError
 from jfi.utils.errors import InputError
 
+T = TypeVar("T")
 #: The scores of a request's candidates, of several labels by their names.
 Answer = list[float] | dict[str, list[float]]
 #: Slices of the one tensor that is copied begin at multiples of it: kernels are compiled for 16-byte alignment.
@@ -116,18 +117,18 @@ class Scorer:
             except CountersError as fault:
                 raise ArtifactError(f"{path} is damaged: {fault}") from None
         limits = _limits(path, info, max_candidates, max_history)
-        #: The events of users, or None.
-        self.state = None if state is None else _open_state(path, state, info, limits)
+        layout = None if state is None else _naming(path, lambda: read_layout(state.store))
         self._settings = state
-        has_state, has_counters = self.state is not None, self.state is not None and self.state.counters is not None
+        has_state, has_counters = layout is not None, layout is not None and layout.info.past is not None
         try:
             self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, has_state, has_counters)
         except LookupError:
             raise ArtifactError(f"{path} is damaged: a field of {artifact.INFO} has no key") from None
-        #: Reads events that are sent for the state of users; None without one.
-        self.events = None
-        if self.state is not None:
-            self.events = EventReader(self.state.layout, self.reader, state.max_events, past=self.state.past)
+        #: The events of users, and what reads those that are sent for them; both None without a state.
+        self.state = self.events = None
+        if state is not None:
+            self.state = _naming(path, lambda: UserState(state.store, self.reader, state.max_late))
+            self.events = EventReader(self.state.layout, state.max_events)
         device = torch.device(tables_device or info.device)
         self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)
         #: Which outputs are logits that become probabilities; None where none does.
@@ -255,7 +256,7 @@ class Scorer:
         if self.state is None:
             return requests
         try:
-            return self.state.fill(requests, self.reader)
+            return self.state.fill(requests)
         except (StoreUnavailableError, InputError) as error:
             for request in requests:
                 if request.stored is not None:
@@ -281,13 +282,10 @@ class Scorer:
         return [dict(zip(labels, part.T.tolist(), strict=True)) for part in parts]
 
 
-def _open_state(path: Path, settings: StateSettings, info: Info, limits: Limits) -> UserState:
-    if limits.max_history > info.limits.max_history:
-        why = f"must be at most {info.limits.max_history}, the events of a user that its state keeps"
-        raise ArtifactError(f"{path}: max_history is {limits.max_history}, {why}")
+def _naming(path: Path, read: Callable[[], T]) -> T:
+    """Reads a state of users; a fault names the artifact that cannot be served with it."""
     try:
-        layout = EventLayout(info.schema, info.limits.max_history)
-        return UserState(settings.store, layout, settings.max_late)
+        return read()
     except (KeyError, ValueError, StoreUnavailableError) as fault:
         raise ArtifactError(f"{path} cannot be served with this state of users: {fault}") from None
 

@@ -136,11 +136,12 @@ def texts(
     else:
         found = list(map(text_of, values))
     if one.capacity:
-        _check_lengths(found, lambda row: place(row, one.name))
+        check_lengths(found, lambda row: place(row, one.name))
     return found
 
 
-def _check_lengths(values: list[str | None], place: Callable[[int], str]) -> None:
+def check_lengths(values: list[str | None], place: Callable[[int], str]) -> None:
+    """Refuses texts of more than `LONGEST_RAW` bytes."""
     for row, text in enumerate(values):
         if text is not None and len(text) > LONGEST_RAW // 4 and (size := len(text.encode())) > LONGEST_RAW:
             raise BadRequestError(f"{place(row)} must have texts of at most {LONGEST_RAW} bytes, got one of {size}")
@@ -171,7 +172,13 @@ def ids_of(
 def lists(
     one: Field, known: KnownValues | HashBuckets | HashedIds, values: Sequence[object], place: Place
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all values of a field that has lists, one list after the other, and `[N]` int64 numbers of them.
+    """Ids of all values of a field that has lists, and `[N]` int64 numbers of them, as of `flat_values`."""
+    flat, lengths, place = flat_values(one, values, place)
+    return ids_of(one, known, flat, place), lengths
+
+
+def flat_values(one: Field, values: Sequence[object], place: Place) -> tuple[Sequence[object], np.ndarray, Place]:
+    """All values of a field that has lists, one list after the other, `[N]` int64 numbers of them, and their places.
 
     Values without a text are left out; null is an empty list.
     """
@@ -191,7 +198,7 @@ def lists(
         lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[there], minlength=len(lengths))
         flat = take(flat, there.nonzero()[0], there.nonzero()[0].tolist()) if there.any() else []
     ends = lengths.cumsum()
-    return ids_of(one, known, flat, lambda i, name: place(int(np.searchsorted(ends, i, "right")), name)), lengths
+    return flat, lengths, lambda i, name: place(int(np.searchsorted(ends, i, "right")), name)
 
 
 def numbers(one: Field, values: Values, place: Place) -> np.ndarray:

@@ -186,10 +186,9 @@ def quantile_ids(values: np.ndarray, edges: np.ndarray, default: float | None = 
         >>> quantile_ids(np.array([0.5, 1.0, np.nan, 7.0]), np.array([1.0, 5.0]))
         array([1, 2, 0, 3])
     """
-    if default is not None:
-        values = np.where(np.isfinite(values), values, default)
-    ids = np.searchsorted(edges, values, side="right") + 1
-    return np.where(np.isfinite(values), ids, UNKNOWN).astype(np.int64)
+    finite = np.isfinite(values)
+    ids = edges.searchsorted(values if default is None else np.where(finite, values, default), side="right") + 1
+    return ids if default is not None or finite.all() else np.where(finite, ids, UNKNOWN)
 
 
 def standardize(

@@ -4,7 +4,7 @@ import json
 from contextlib import closing
 from pathlib import Path
 
-from jfi.serving.user_state.stores import LmdbStore
+from jfi.state.stores import LmdbStore
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.run.recorder import SPEED
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jfi.data import DataConfig, FeatureConfig
-from jfi.serving.user_state.stores import LmdbStore
+from jfi.state.stores import LmdbStore
 from jfi.training import Config, ModelConfig, OptimizerConfig, OptimizerGroup, TrainingConfig
 
 START, ITEMS, USERS = 1_600_000_000, 40, 30

@@ -19,7 +19,7 @@ from jfi.follow.parts import PartFolder
 from jfi.follow.records import Records
 from jfi.follow.start import follow
 from jfi.follow.state import open_state
-from jfi.serving.user_state.stores import LmdbStore
+from jfi.state.stores import LmdbStore
 from jfi.training import ConfigError, resume, train
 from jfi.training.distributed.processes import Interrupted
 from jfi.training.run.run_data import load_schema

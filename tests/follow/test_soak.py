@@ -26,7 +26,7 @@ from jfi.serving.published import numbers
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.server.body import write_answer
-from jfi.serving.user_state.stores import LmdbStore
+from jfi.state.stores import LmdbStore
 from jfi.training import train
 from jfi.training.checkpoints.checkpoint import latest_checkpoint
 from jfi.training.run.saved_run import load_run

@@ -18,7 +18,7 @@ from jfi.follow.parts import PartFolder
 from jfi.follow.start import follow
 from jfi.follow.state import LogState
 from jfi.serving.publish import PublishHook
-from jfi.serving.user_state.stores import LmdbStore, StoreUnavailableError
+from jfi.state.stores import LmdbStore, StoreUnavailableError
 from jfi.training import ConfigError, train
 from jfi.training.distributed.processes import Interrupted
 

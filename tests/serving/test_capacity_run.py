@@ -15,13 +15,13 @@ from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import export
 from jfi.serving.published import Change
 from jfi.serving.requests import RequestReader
-from jfi.serving.schema import Field, Limits, Schema, Table
+from jfi.serving.schema import Limits, Schema, Table
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.tables import FLOAT, INT8, RowsOfIds, load_tables, save_tables
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.load import fill
-from jfi.serving.user_state.stores import open_store
-from jfi.serving.user_state.transfer import export_events, migrate
+from jfi.state.export import export_events
+from jfi.state.load import fill
+from jfi.state.state import UserState, scan_records
+from jfi.state.stores import open_store
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 from jfi.utils.encoding import HashedIds
 
@@ -133,8 +133,7 @@ def test_a_server_that_knows_the_users_scores_as_predict_does(run, tmp_path):
     store = open_store(str(tmp_path / "state"), create=True)
     known = tmp_path / "known.csv"
     pa.csv.write_csv(pa.Table.from_pylist(ROWS[:200]), known)
-    layout = EventLayout(schema(run), MAX_HISTORY)
-    fill(store, layout, run.config.data, run.schema, str(known))
+    fill(store, schema(run), run.config.data, run.schema, str(known))
     scorer = Scorer(tmp_path / "artifact", state=StateSettings(store))
     names = ("user", "time", "item", "device")
     events = [{name: one[name] for name in names} | {"genre": one["genre"].split("|")} for one in ROWS[200:230]]
@@ -150,33 +149,24 @@ def test_a_server_that_knows_the_users_scores_as_predict_does(run, tmp_path):
         np.testing.assert_allclose(score, wanted[0], atol=1e-5)
 
 
-def test_the_state_of_users_keeps_raw_ids(run, tmp_path):
+def test_the_state_of_users_keeps_texts_whatever_the_capacity(run, tmp_path):
     log = tmp_path / "log.csv"
     pa.csv.write_csv(pa.Table.from_pylist(ROWS), log)
-    store, layout = open_store(str(tmp_path / "state"), create=True), EventLayout(schema(run), MAX_HISTORY)
-    assert fill(store, layout, run.config.data, run.schema, str(log)) == (11, 240)
-    assert layout.dtype["history_item"] == np.int64 and layout.dtype["history_genre_1"] == np.int64
+    store, requests = open_store(str(tmp_path / "state"), create=True), schema(run)
+    assert fill(store, requests, run.config.data, run.schema, str(log)) == (11, 240)
     assert export_events(store, tmp_path / "events.parquet") == (11, 240)
-    found = pa.parquet.read_table(tmp_path / "events.parquet").to_pylist()
-    by_time = {one["time"]: one for one in found}
+    by_time = {one["time"]: one for one in pa.parquet.read_table(tmp_path / "events.parquet").to_pylist()}
     for one in ROWS:
         own = by_time[one["time"]]
-        assert own["user"] == one["user"] and own["item"] == HashedIds(8).ids([one["item"]])[0]
-        assert own["device"] == HashedIds(8).ids([one["device"]])[0]
-    # A run with other capacities reads the same records, and so does a copy of them.
-    fields = [dataclasses.replace(one, capacity=one.capacity and 77) for one in layout.schema.event]
-    other = EventLayout(dataclasses.replace(schema(run), event=fields), MAX_HISTORY)
-    assert other.fingerprint == layout.fingerprint
-    copied = open_store(str(tmp_path / "copy"), create=True)
-    assert migrate(store, copied, other) == (11, 240)
-    assert dict(copied.scan(b"u")) == dict(store.scan(b"u"))
-
-
-def test_a_field_without_a_capacity_keeps_the_encoding_of_earlier_states():
-    """The fingerprint of the records of a state that version 0 wrote."""
-    item = Field("item_id", "category", ["history_item_id"])
-    layout = EventLayout(Schema([], [], [item], {"item_id": ["a", "b"]}, item_id="item_id"), max_history=200)
-    assert layout.fingerprint == "5f99064dd3562cd2ac7d13180f3a6cd22baf1577206465dfd8e5343d3508893a"
+        assert (own["user"], own["item"], own["device"]) == (one["user"], one["item"], one["device"])
+    # A run with other capacities reads the same records.
+    fields = [dataclasses.replace(one, capacity=one.capacity and 77) for one in requests.event]
+    for event in (requests.event, fields):
+        reader = RequestReader(dataclasses.replace(requests, event=event), Limits(10, MAX_HISTORY), has_state=True)
+        state = UserState(store, reader)
+        for user, records in scan_records(store, state.layout):
+            wanted = HashedIds(8).ids(state.texts("item", records["item"].tolist()))
+            assert np.array_equal(state._ids(records)["history_item"], wanted), user
 
 
 @pytest.mark.parametrize("kind", [FLOAT, INT8])

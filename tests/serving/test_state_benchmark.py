@@ -12,9 +12,9 @@ pytest.importorskip("aiohttp")
 
 from benchmarks import figures, serving, serving_state, state_page, user_state
 from jfi.serving.requests import RequestReader
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import UserState
-from jfi.serving.user_state.stores import open_store
+from jfi.state.layout import layout_of
+from jfi.state.state import UserState
+from jfi.state.stores import open_store
 
 NOW = 1_750_000_000
 
@@ -33,12 +33,12 @@ def test_all_ways_give_the_model_the_same_request(synthetic, tmp_path):
     plain, of_state = RequestReader(schema, limits), RequestReader(schema, limits, has_state=True)
     draw, scorer = random.Random(0), SimpleNamespace(reader=plain)
     bodies = [serving_state.in_time_order(serving.make_body(scorer, serving.Shape(40, 5), draw)) for _ in range(3)]
-    store, layout = open_store(str(tmp_path / "state"), create=True), EventLayout(schema, 40)
-    serving_state.fill(store, layout, {40: bodies}, NOW)
-    state = UserState(store, layout)
+    store, layout = open_store(str(tmp_path / "state"), create=True), layout_of(schema, 40)
+    serving_state.fill(store, layout, schema, {40: bodies}, NOW)
+    state = UserState(store, of_state)
     for i, body in enumerate(bodies):
         by_columns, by_rows = plain.read(body), plain.read(serving.by_rows(body))
-        (stored,) = state.fill([of_state.read(serving_state.of_user(body, f"40-{i}", NOW))], of_state)
+        (stored,) = state.fill([of_state.read(serving_state.of_user(body, f"40-{i}", NOW))])
         for other in (by_rows, stored):
             assert other.num_events == by_columns.num_events == 40 and other.ids.keys() == by_columns.ids.keys()
             assert all(np.array_equal(other.ids[key], ids) for key, ids in by_columns.ids.items())

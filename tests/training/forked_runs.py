@@ -28,8 +28,8 @@ from unittest import mock
 ORDERING = ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir", "ftruncate")
 #: What a run that follows a log does between those writes.
 FOLLOWING = (
-    "jfi.serving.user_state.stores.LmdbStore.update",
-    "jfi.serving.user_state.stores.LmdbStore.put",
+    "jfi.state.stores.LmdbStore.update",
+    "jfi.state.stores.LmdbStore.put",
     "jfi.training.loop.steps.Steps._step",
     "jfi.training.run.recorder.LineFile.append",
     "jfi.follow.state.LogState.end_part",

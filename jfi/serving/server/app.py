@@ -38,7 +38,7 @@ from jfi.serving.server.events import EventWriter, json_response, state_routes
 from jfi.serving.server.follow import Follower
 from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.user_state.stores import StoreUnavailableError
+from jfi.state.stores import StoreUnavailableError
 from jfi.utils.errors import InputError
 
 _RETRY_SECONDS = "1"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jfi.serving.requests import Request
 from jfi.serving.scorer import Answer, check_finite
-from jfi.serving.user_state.stores import StoreUnavailableError
+from jfi.state.stores import StoreUnavailableError
 
 Score = Callable[[list[Request]], list[Answer]]
 #: Gets the requests, the candidates and the seconds of each call.

@@ -12,9 +12,9 @@ from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.body import write_answer
 from jfi.serving.server.hot_swap import Live
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.user_state.events import SentEvents, users_of
-from jfi.serving.user_state.state import Added, UserState
-from jfi.serving.user_state.stores import StoreUnavailableError
+from jfi.state.events import SentEvents, users_of
+from jfi.state.state import Added, UserState
+from jfi.state.stores import StoreUnavailableError
 
 #: Events after which no further body is written with them, at first, at least and at most: a store on a server has to
 #: answer in time. After a write that failed they are half of its events, or half of themselves if it had more; a full

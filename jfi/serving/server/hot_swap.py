@@ -12,7 +12,7 @@ from jfi.serving.requests import Request
 from jfi.serving.scorer import Answer, NotFiniteError, Scorer
 from jfi.serving.server.batcher import Batcher, DeadlineExceededError
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.user_state.stores import StoreUnavailableError
+from jfi.state.stores import StoreUnavailableError
 from jfi.utils.errors import InputError
 
 T = TypeVar("T")

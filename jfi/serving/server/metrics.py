@@ -2,9 +2,9 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from jfi.serving.user_state.state import Added
-from jfi.serving.user_state.stored_history import StoredHistory
 from jfi.serving.validation import BadRequestError
+from jfi.state.state import Added
+from jfi.state.stored_history import StoredHistory
 
 #: Upper bounds of the buckets.
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

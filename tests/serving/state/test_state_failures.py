@@ -13,7 +13,7 @@ from jfi.serving.artifact import INFO, VOCABULARIES, ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.server import events as server_events
 from jfi.serving.server.app import _WRITER, LIVE
-from jfi.serving.user_state.stores import StoreUnavailableError
+from jfi.state.stores import StoreUnavailableError
 
 from ..conftest import as_sent, rewriting
 from ..test_server import samples, serve
@@ -57,8 +57,8 @@ def test_a_store_that_fails_between_two_reads_has_found_nothing(exported, store,
     scorer.state.add([scorer.events([EVENT])])
     fill, read = scorer.state.fill, scorer.reader(request())
 
-    def fail_after_one(requests, reader):
-        fill(requests, reader)
+    def fail_after_one(requests):
+        fill(requests)
         raise StoreUnavailableError("slow")
 
     with monkeypatch.context() as patched:
@@ -144,16 +144,53 @@ def rewritten(path, source, change):
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda _, known: known["item"].reverse(),
+        lambda _, known: known["item"].__setitem__(slice(3), ["new 1", "new 2", "991"]),
+        lambda info, _: info["limits"].update(max_history=2),
+        lambda info, _: info["schema"]["event"][0].update(default="3"),
+    ],
+    ids=["another order", "new values", "shorter", "default"],
+)
+def test_an_artifact_of_other_values_is_swapped_in_and_reads_the_same_events(
+    exported, stateful, store, tmp_path, change
+):
+    other = rewritten(tmp_path / "other", exported.path, change)
+    plain, events = Scorer(other), [EVENT | {"event_id": i, "item": item, "time": NOW + i} for i, item in
+                                    enumerate((3, 991, None, 17))]  # fmt: skip
+
+    async def talk(client):
+        await added(client, *events[:3])
+        await asked(client)
+        assert await client.app[LIVE].swap()
+        assert await added(client, events[0], events[3]) == {"added": 1, "repeated": 1}
+        status, told = await answer(await client.post("/score", json=request()))
+        history = [{"age": NOW + 60 - one["time"]} | {name: one[name] for name in ("item", "category", "rating")}
+                   for one in events]  # fmt: skip
+        wanted = {"user": {}, "candidates": CANDIDATES, "history": history}
+        assert (status, told["scores"]) == (200, as_sent(plain.score([plain.reader(wanted)])[0]))
+
+    serve(stateful, talk, load=lambda: Scorer(other, state=StateSettings(store)))
+
+
+@pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda _, known: known["item"].reverse(), "whose values of 'item' are others in place of some"),
-        (lambda info, _: info["limits"].update(max_history=31), "with max_history 30 and not 31"),
-        (lambda info, _: info["limits"].update(max_history=29), "with max_history 30 and not 29"),
-        (lambda info, _: info["schema"]["event"][0].update(default="3"), "the field 'item' is encoded otherwise"),
+        (
+            lambda info, _: info["limits"].update(max_history=31),
+            "the state keeps 30 events of a user, and the model reads 31",
+        ),
+        (
+            lambda info, _: info["schema"]["event"][0].update(kind="quantile", edges=[2.0]),
+            "the field 'item' of the state's events has texts, and the model reads numbers",
+        ),
     ],
-    ids=["vocabulary", "longer", "shorter", "default"],
+    ids=["longer", "another kind"],
 )
-def test_an_artifact_of_another_encoding_is_not_swapped_in(exported, stateful, store, tmp_path, log, change, why):
+def test_an_artifact_that_reads_what_the_state_does_not_have_is_not_swapped_in(
+    exported, stateful, store, tmp_path, log, change, why
+):
     other = rewritten(tmp_path / "other", exported.path, change)
 
     async def talk(client):
@@ -165,16 +202,15 @@ def test_an_artifact_of_another_encoding_is_not_swapped_in(exported, stateful, s
         assert (await samples(client))['jfi_artifact_swaps_total{result="failed"}'] == 1
 
     serve(stateful, talk, load=lambda: Scorer(other, state=StateSettings(store)))
-    assert f"{other} cannot be served with this state of users: the state of users is of another encoding" in log()
-    assert why in log() and "`jfi state migrate` makes one for this artifact" in log()
+    assert f"{other} cannot be served with this state of users: " in log() and why in log()
 
 
 def test_a_longer_history_than_the_state_keeps_is_refused(exported, store):
-    with pytest.raises(ArtifactError, match="max_history is 31, must be at most 30, the events of a user"):
+    with pytest.raises(ArtifactError, match="the state keeps 30 events of a user, and the model reads 31"):
         Scorer(exported.path, max_history=31, state=StateSettings(store))
     shorter = Scorer(exported.path, max_history=2, state=StateSettings(store))
     shorter.state.add([shorter.events([EVENT | {"event_id": i} for i in range(5)])])
-    (found,) = shorter.state.fill([shorter.reader(request())], shorter.reader)
+    (found,) = shorter.state.fill([shorter.reader(request())])
     assert found.num_events == found.stored.events == 2
 
 

@@ -5,10 +5,10 @@ import signal
 
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, Schema
-from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import UserState
-from jfi.serving.user_state.stores import open_store
+from jfi.state.events import EventReader
+from jfi.state.layout import layout_of
+from jfi.state.state import UserState
+from jfi.state.stores import open_store
 
 SCHEMA = Schema(
     user=[],
@@ -18,8 +18,8 @@ SCHEMA = Schema(
     user_id="user",
     item_id="item",
 )
-LAYOUT = EventLayout(SCHEMA, max_history=5000)
-READ = EventReader(LAYOUT, RequestReader(SCHEMA, Limits(1, 5000)), max_future=float("inf"))
+LAYOUT, READER = layout_of(SCHEMA, max_history=5000), RequestReader(SCHEMA, Limits(1, 5000))
+READ = EventReader(LAYOUT, max_future=float("inf"))
 
 
 def body(number: int) -> list[dict]:
@@ -34,7 +34,7 @@ def body(number: int) -> list[dict]:
 
 def add(path: str, begin: int, pipe) -> None:
     """Adds 60 bodies from one on, sends the number of each after it was acknowledged, and waits for its end."""
-    state = UserState(open_store(path), LAYOUT)
+    state = UserState(open_store(path), READER)
     for number in range(begin, begin + 60):
         state.add([READ(body(number))])
         pipe.send(number)

@@ -1,30 +1,22 @@
-"""Checks and encodes events that are sent to the server, as a request's history is."""
+"""Checks events that are sent to the server, and makes records of them but for the numbers of their texts."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
 
 import numpy as np
 
-from jfi.serving.requests import RequestReader
-from jfi.serving.schema import KINDS, Field, PastFields, id_schema, schemas_of, time_schema
-from jfi.serving.user_state.layout import (
-    EVENT_ID,
-    IN_HISTORY,
-    LABEL,
-    TIME,
-    USER,
-    Column,
-    EventLayout,
-    hashes,
-)
+from jfi.serving.schema import KINDS, Field, id_schema, schemas_of, time_schema
 from jfi.serving.validation import (
     BadRequestError,
     Place,
     Rows,
     Values,
     check_count,
-    lists,
+    check_lengths,
+    flat_values,
     numbers,
     read_id,
     read_time,
@@ -32,9 +24,17 @@ from jfi.serving.validation import (
     sids,
     texts,
 )
-from jfi.utils.encoding import UNKNOWN, cross, quantile_ids, text_of
+from jfi.state.layout import EVENT_ID, IN_HISTORY, LABEL, TIME, USER, Column, EventLayout, hashes
 
 _USER, _EVENT_ID = Field(USER, "category"), Field(EVENT_ID, "category")
+#: By kind of a column that of its field in a request.
+_FIELDS: dict[str, Literal["category", "slots", "quantile", "sid"]] = {
+    "text": "category",
+    "texts": "slots",
+    "number": "quantile",
+    "sid": "sid",
+    "session": "category",
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class SentEvents:
 
     Args:
         users: `[N]` texts of the users' ids.
-        records: `[N]`, of EventLayout; values that the vocabulary lacks are 0.
-        unknown: by column of the records the rows and the texts of values that the vocabulary lacks.
+        records: `[N]`, of EventLayout; the numbers of texts are 0.
+        texts: by column of texts the value of each event, `[N]`; of lists `[N * size]`.
         place: gives the place of an event in the body, for messages.
         items: `[N]` texts of the items' ids, where statistics are counted, like what follows.
         labels: `[N]` float32, NaN for none.
@@ -54,7 +54,7 @@ class SentEvents:
 
     users: list[str]
     records: np.ndarray
-    unknown: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    texts: dict[str, list[str | None]] = field(default_factory=dict)
     place: Place = lambda row, name: f"events[{row}].{name}"
     items: list[str] = field(default_factory=list)
     labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -66,43 +66,39 @@ class SentEvents:
 
 
 class EventReader:
-    """Checks and encodes events.
+    """Checks events, which have the columns of a state.
 
     Args:
         layout: of the records.
-        reader: of requests, with the same schema.
         max_events: most events of a body.
         max_future: seconds that an event may be ahead of the clock.
         clock: gives the seconds since 1970.
-        past: the statistics that events are counted in, or None.
     """
 
     def __init__(
         self,
         layout: EventLayout,
-        reader: RequestReader,
         max_events: int = 10_000,
         max_future: float = 60.0,
         clock: Callable[[], float] = time.time,
-        past: PastFields | None = None,
     ) -> None:
         self.layout, self.max_events = layout, max_events
-        self._known, self._max_future, self._clock = reader.known, max_future, clock
+        self._max_future, self._clock, self._past = max_future, clock, layout.info.past
+        #: By column what its values are read as.
+        self._fields = {name: Field(name, _FIELDS[one.kind], layout=one.layout) for name, one in layout.columns.items()}
         #: By name of a field of an event its kind.
-        self.fields = {one.name: one.kind for one in layout.fields if one.kind != "cross"}
-        self.fields |= {column.field.name: column.field.kind for column in layout.columns if column.role is not None}
-        self._past = past
+        self.fields = {name: one.kind for name, one in self._fields.items()}
         #: Names of fields that all events of a body have or none.
         self.optional = [EVENT_ID]
-        if past is not None:
-            self.fields[past.item] = "category"
-            self.optional += [IN_HISTORY] if past.is_implicit else [IN_HISTORY, LABEL]
-            if past.session is not None:
-                self.fields.setdefault(past.session, "category")
+        if self._past is not None:
+            self.fields.setdefault(self._past.item, "category")
+            self.optional += [IN_HISTORY] if self._past.is_implicit else [IN_HISTORY, LABEL]
+            if self._past.session is not None:
+                self.fields.setdefault(self._past.session, "category")
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a body of events."""
-        values = schemas_of(self.fields, self.layout.fields)
+        values = schemas_of(self.fields, self.layout.columns)
         own = {
             USER: id_schema("the id of the user"),
             TIME: time_schema("seconds since 1970"),
@@ -154,18 +150,34 @@ class EventReader:
         records[TIME] = self._times(columns[TIME], place)
         if EVENT_ID in given_too:
             records[EVENT_ID] = hashes(texts(_EVENT_ID, columns[EVENT_ID], place))
-        unknown: dict[str, list[tuple[int, str]]] = {}
-        by_field: dict[str, list] = {}
-        for column in self.layout.columns:
-            values = self._values(column, columns, place, by_field)
-            if isinstance(values, np.ndarray):
-                records[column.name] = values
-                continue
-            ids, lacking = self.ids(column, values)
-            records[column.name] = ids
-            if lacking:
-                unknown[column.name] = lacking
-        return SentEvents(users, records, unknown, place, *self._counted(columns, place, count))
+        found: dict[str, list[str | None]] = {}
+        for name, column in self.layout.columns.items():
+            values = self._values(column, columns[name], place)
+            if isinstance(values, list):
+                found[name] = values
+            else:
+                records[name] = values
+        return SentEvents(users, records, found, place, *self._counted(columns, place, count))
+
+    def _values(self, column: Column, values: Values, place: Place) -> list[str | None] | np.ndarray:
+        """The texts of a column that has a dictionary, or the values of another one."""
+        one = self._fields[column.name]
+        if column.kind == "number":
+            return numbers(one, values, place)
+        if column.kind == "sid":
+            return sids(one, values, place)
+        if column.kind != "texts":
+            found = list(texts(one, values, place))
+            check_lengths(found, lambda row: place(row, one.name))
+            return hashes(found) if column.kind == "session" else found
+        flat, lengths, place = flat_values(one, values, place)
+        own = list(texts(one, flat, place))
+        check_lengths(own, lambda row: place(row, one.name))
+        found, rest = [], iter(own)
+        for length in lengths.tolist():
+            row = list(islice(rest, length))[: column.size]
+            found += row + [None] * (column.size - len(row))
+        return found
 
     def _counted(self, columns: dict[str, Values], place: Place, count: int) -> list:
         """The items, labels, whether they are events of histories, and sessions, of events that are counted."""
@@ -192,42 +204,6 @@ class EventReader:
             sessions = hashes(texts(Field(name, "category"), columns[name], place))
         return [items, labels, in_history, sessions]
 
-    def ids(self, column: Column, values: Sequence[str | None]) -> tuple[np.ndarray, list[tuple[int, str]]]:
-        """Returns the ids `[N]` of texts, and the rows and the texts of those that the vocabulary lacks."""
-        one = column.field
-        if column.role is None:
-            if one.default is not None:
-                values = [one.default if text is None else text for text in values]
-            ids = self._known[one.name].ids(values)
-        else:
-            ids = np.zeros(len(values), np.int64)
-        if column.values is None:  # hashed
-            return ids, []
-        rows = np.flatnonzero(ids == UNKNOWN).tolist()
-        return ids, [(row, text) for row in rows if (text := values[row]) is not None]
-
-    def _values(
-        self, column: Column, columns: dict[str, Sequence], place: Place, by_field: dict[str, list]
-    ) -> Sequence[str | None] | np.ndarray:
-        """The texts of a column with ids, or the ids or numbers of another."""
-        one = column.field
-        if column.role == "dwell":
-            return numbers(one, columns[one.name], place)
-        if column.role == "session":
-            return hashes(texts(one, columns[one.name], place))
-        if one.kind == "cross":
-            return cross(*(texts(replace(one, name=name), columns[name], place) for name in one.columns))
-        if one.kind == "quantile":
-            return quantile_ids(numbers(one, columns[one.name], place), np.array(one.edges), one.default)
-        if one.kind == "sid":
-            return sids(one, columns[one.name], place)
-        if column.slot is None:
-            return texts(one, columns[one.name], place)
-        if one.name not in by_field:
-            lists(one, self._known[one.name], columns[one.name], place)  # checks them
-            by_field[one.name] = [_texts(values) for values in columns[one.name]]
-        return [values[column.slot] if column.slot < len(values) else None for values in by_field[one.name]]
-
     def _times(self, values: Values, place: Place) -> np.ndarray:
         """`[N]` float64 seconds."""
         latest = self._clock() + self._max_future
@@ -247,10 +223,6 @@ def users_of(values: Sequence[object], place: Place) -> list[str]:
     """
     found = texts(_USER, values, place)
     return [read_id(values[row], user, place(row, USER)) for row, user in enumerate(found)]
-
-
-def _texts(values: list | None) -> list[str]:
-    return [text for text in map(text_of, values or []) if text is not None]
 
 
 def _any_has(rows: object, name: str) -> bool:

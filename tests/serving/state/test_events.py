@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
-from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import UserState, write_layout
-from jfi.serving.user_state.stores import LmdbStore
+from jfi.state.events import EventReader
+from jfi.state.layout import layout_of
+from jfi.state.state import UserState, write_layout
+from jfi.state.stores import LmdbStore
 
 from ..test_columns import assert_same, by_columns
 from ..test_json_schema import LAYOUT, changed, validator
@@ -60,7 +60,7 @@ LIMITS = Limits(max_candidates=3, max_history=20)
 
 
 def events_of(reader: RequestReader, **options) -> EventReader:
-    return EventReader(EventLayout(reader.schema, reader.limits.max_history), reader, clock=lambda: NOW, **options)
+    return EventReader(layout_of(reader.schema, reader.limits.max_history), clock=lambda: NOW, **options)
 
 
 @pytest.fixture
@@ -70,9 +70,8 @@ def new_state(tmp_path):
 
     def make(reader: RequestReader, **options) -> UserState:
         opened.append(LmdbStore(tmp_path / f"state-{len(opened)}", create=True, max_bytes=1 << 24))
-        layout = EventLayout(reader.schema, reader.limits.max_history)
-        write_layout(opened[-1], layout)
-        return UserState(opened[-1], layout, **options)
+        write_layout(opened[-1], layout_of(reader.schema, reader.limits.max_history))
+        return UserState(opened[-1], reader, **options)
 
     yield make
     for store in opened:
@@ -131,7 +130,7 @@ def test_rows_and_columns_give_the_same_records():
             assert other == one.replace(f"events[{i}].{at}", f"events.{at}[{i}]")
         else:
             good += 1
-            assert (one.users, one.unknown) == (other.users, other.unknown)
+            assert (one.users, one.texts) == (other.users, other.texts)
             assert one.records.tobytes() == other.records.tobytes()
     assert good > 30 and bad > 15
 
@@ -157,7 +156,7 @@ def test_events_of_the_state_are_those_of_the_request(new_state):
             (added,) = state.add([read_events])
             assert added.added == len(sent)
         asked = read(request | {"user": str(number), "time": NOW})
-        (found,) = state.fill([asked], read)
+        (found,) = state.fill([asked])
         assert (found.stored.events, found.stored.is_available) == (min(20, len(rows)), True)
         assert_same(replace(found, stored=None), wanted, rows)
 
@@ -193,7 +192,7 @@ def test_a_policy_keeps_the_events_that_it_keeps_of_a_request(policy, surfaces, 
             state.add([events(sent[begin : begin + 9])])
         request = {"user": {}, "candidates": [{"item": 3}]}
         wanted = plain(request | {"history": rows})
-        (found,) = state.fill([read(request | {"user": number, "time": NOW})], read)
+        (found,) = state.fill([read(request | {"user": number, "time": NOW})])
         assert_same(replace(found, stored=None), wanted, rows)
         removed += min(30, len(rows)) - found.num_events
         weights += found.weights is not None
@@ -212,20 +211,20 @@ def test_events_in_any_order_are_the_newest_by_time_and_item(data):
     by_number = data.draw(st.booleans())
     rows = data.draw(ROWS)
     rows = [one for one in rows if not by_number or one[1].isdigit()]
-    keep, ids = data.draw(st.integers(1, 12)), {"1": 1, "2": 2, "10": 3, "9": -1, "30": -2, "x": -3, "y": -4}
+    keep, ids = data.draw(st.integers(1, 12)), {"1": 1, "2": 2, "10": 3, "9": 4, "30": 5, "x": 6, "y": 7}
     texts = {number: text for text, number in ids.items()}
     schema = ITEM if by_number else replace(ITEM, vocabularies={"item": ["1", "2", "10", "a"]})
-    layout = EventLayout(schema, 1)
+    layout = layout_of(schema, 1)
     layout.keep = keep
     records = np.zeros(len(rows), layout.dtype)
-    records["time"], records["history_item"] = [time for time, _ in rows], [ids[text] for _, text in rows]
+    records["time"], records["item"] = [time for time, _ in rows], [ids[text] for _, text in rows]
     order, kept, begin = data.draw(st.permutations(range(len(rows)))), np.zeros(0, layout.dtype), 0
     while begin < len(rows):
         end = begin + data.draw(st.integers(1, 8))
-        kept = layout.merge(kept, records[order[begin:end]], lambda of: [texts[one] for one in of.tolist()])
+        kept = layout.merge(kept, records[order[begin:end]], lambda of: [texts[one] for one in of])
         begin = end
     wanted = sorted(rows, key=lambda one: (one[0], int(one[1]) if by_number else one[1]))[-keep:]
-    assert [(time, texts[item]) for time, item in kept[["time", "history_item"]].tolist()] == wanted
+    assert [(time, texts[item]) for time, item in kept[["time", "item"]].tolist()] == wanted
 
 
 def test_events_of_one_time_and_item_stay_in_the_order_in_which_they_came(new_state):
@@ -235,7 +234,7 @@ def test_events_of_one_time_and_item_stay_in_the_order_in_which_they_came(new_st
     for begin, end in ((0, 4), (4, 5), (5, 9)):
         state.add([events(sent[begin:end])])
     (found,) = state.histories(["u"])
-    assert found["history_seconds"].tolist() == [1, 2, 2] * 3
+    assert found["seconds"].tolist() == [0.0, 1.0, 2.0] * 3
 
 
 def test_more_events_than_are_kept_leave_the_newest(new_state):
@@ -268,18 +267,31 @@ def test_a_repeated_event_counts_once_wherever_it_is(new_state):
 
 
 def test_values_above_the_bounds_of_numbers_and_of_memory(new_state, monkeypatch):
-    monkeypatch.setattr("jfi.serving.user_state.dictionaries.MAX_UNKNOWN", 3)
-    monkeypatch.setattr("jfi.serving.user_state.state._MAX_CACHED", 1)
+    monkeypatch.setattr("jfi.state.dictionaries.MAX_NUMBERS", 3)
+    monkeypatch.setattr("jfi.state.dictionaries._MAX_CACHED", 1)
     read = RequestReader(ITEM, LIMITS)
     state, events = new_state(read), events_of(read)
-    column = state.layout.item
-    for item in ("x", "y", "x", "z", "w", "y"):
+    for item in ("x", "y", "x", "z", "w", "y", "w"):
         state.add([events([{"user": item, "time": NOW, "item": item}])])
         (found,) = state.histories([item])
-        number = found[column.name][-1].item()
-        assert number == {"x": -1, "y": -2, "z": -3, "w": 0}[item]
-        assert state.text(column, number) == (None if item == "w" else item)
-        assert len(state._numbers) <= 2 and len(state._texts) <= 2
+        number = found["item"][-1].item()
+        assert number == {"x": 1, "y": 2, "z": 3, "w": 0}[item]
+        assert state.texts("item", [number]) == [None if item == "w" else item]
+        assert sum(map(len, state._cache.numbers.values())) <= 3 and sum(map(len, state._cache.texts.values())) <= 1
+
+
+def test_long_texts_have_numbers_too(new_state):
+    """Longer than a key of the store; two that begin alike."""
+    read = RequestReader(replace(ITEM, vocabularies={"item": ["x" * 1000, "x" * 1001]}), LIMITS)
+    state, events = new_state(read), events_of(read)
+    for number, item in enumerate(("x" * 1000, "x" * 1001, "x" * 1002, "x" * 1000)):
+        state.add([events([{"user": "u", "time": NOW + number / 8, "item": item}])])
+    (found,) = state.fill([with_state(read)({"user": "u", "candidates": [{}], "time": NOW + 1})])
+    assert found.ids["history_item"].tolist() == [1, 2, 0, 1]
+    with pytest.raises(
+        BadRequestError, match=r"events\[0\].item must have texts of at most 1024 bytes, got one of 1025"
+    ):
+        events([{"user": "u", "time": NOW, "item": "x" * 1025}])
 
 
 @pytest.mark.parametrize("form", ["rows", "columns"])

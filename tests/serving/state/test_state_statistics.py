@@ -14,11 +14,10 @@ from jfi.serving.counters import RequestStatistics
 from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
-from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.load import fill
-from jfi.serving.user_state.state import UserState
-from jfi.serving.user_state.stores import StateError
+from jfi.state.events import EventReader
+from jfi.state.load import fill
+from jfi.state.state import UserState
+from jfi.state.stores import StateError
 
 COUNT, ITEMS, START = 700, 30, 1_600_000_000
 
@@ -75,13 +74,12 @@ class Replay:
         fields = schema_of(self.config, self.schema, True, True)
         self.fields = dataclasses.replace(fields, past=past_fields(self.config, self.schema))
         interactions = str(folder / "known.parquet") if known else "none"
-        layout = EventLayout(self.fields, 20)
-        fill(store, layout, self.config, self.schema, interactions)
+        fill(store, self.fields, self.config, self.schema, interactions)
         served = dataclasses.replace(fields, past=counters.fields)  # as an artifact has it
-        self.state = UserState(store, EventLayout(served, 20))
         statistics = RequestStatistics(counters)
         self.reader = RequestReader(served, Limits(100, 20), past=statistics, has_state=True, has_counters=True)
-        self.events = EventReader(layout, self.reader, past=self.state.past)
+        self.state = UserState(store, self.reader)
+        self.events = EventReader(self.state.layout)
 
     def body(self, rows: list[dict]) -> list[dict]:
         """Events as a client sends them, with all fields that the run has."""
@@ -138,7 +136,7 @@ def test_requests_get_what_predict_computes(log, case, known, tmp_path, new_stor
         for now in (newest, newest + 0.5, newest + 1e5):
             for user in {f"u{rng.integers(0, 13)}", part[-1]["user_id"]}:
                 request = replay.request(user, now)
-                (filled,) = replay.state.fill([replay.reader(request)], replay.reader)
+                (filled,) = replay.state.fill([replay.reader(request)])
                 np.testing.assert_array_equal(filled.dense, replay.wanted(request, log[: begin + 30]))
     assert filled.dense.std() > 0.1
 
@@ -147,9 +145,9 @@ def test_requests_get_what_predict_computes(log, case, known, tmp_path, new_stor
 def test_a_user_who_is_deleted_stays_in_the_counters(log, tmp_path, new_store):
     replay = Replay(log, CASES["labels"], tmp_path, new_store(), 400)
     request = replay.request("u3", log[399]["timestamp"] + 60)
-    (before,) = replay.state.fill([replay.reader(request)], replay.reader)
+    (before,) = replay.state.fill([replay.reader(request)])
     assert before.num_events == 20 and replay.state.delete("u3")
-    (after,) = replay.state.fill([replay.reader(request)], replay.reader)
+    (after,) = replay.state.fill([replay.reader(request)])
     assert after.num_events == 0
     np.testing.assert_array_equal(after.dense, before.dense)
 
@@ -177,4 +175,4 @@ def test_other_statistics_are_refused(log, tmp_path, new_store):
     replay = Replay(log, CASES["labels"], tmp_path, new_store(), 0)
     past = dataclasses.replace(replay.fields.past, half_lives=[1.0, 2.0, 3.0, 4.0])
     with pytest.raises(StateError, match=r"has other statistics of the past, half_lives .* and not \[1.0, 2.0, "):
-        UserState(replay.state.store, EventLayout(dataclasses.replace(replay.fields, past=past), 20))
+        UserState(replay.state.store, RequestReader(dataclasses.replace(replay.fields, past=past), Limits(100, 20)))

@@ -14,15 +14,12 @@ from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.columns import nth_values
 from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.serving.dataset_schema import read_counters
-from jfi.serving.requests import RequestReader
-from jfi.serving.schema import LONGEST_ID, Limits
-from jfi.serving.user_state.counters import StateCounters
-from jfi.serving.user_state.dictionaries import Dictionaries
-from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import TIME, Column, EventLayout, hashes
-from jfi.serving.user_state.state import put_records, write_layout
-from jfi.serving.user_state.stores import Store
-from jfi.utils.encoding import quantile_ids
+from jfi.serving.schema import LONGEST_ID, Schema
+from jfi.state.counters import StateCounters
+from jfi.state.dictionaries import Dictionaries
+from jfi.state.layout import TIME, Column, EventLayout, hashes, layout_of
+from jfi.state.state import put_records, write_layout
+from jfi.state.stores import Store
 from jfi.utils.files import temporary_folder
 from jfi.utils.jagged import ranges
 
@@ -31,13 +28,13 @@ _AT_ONCE = 1 << 18
 
 
 def fill(
-    store: Store, layout: EventLayout, config: DataConfig, schema: DataSchema, interactions: str | None
+    store: Store, requests: Schema, config: DataConfig, schema: DataSchema, interactions: str | None
 ) -> tuple[int, int]:
     """Makes an empty store the state of users of a log, in bounded memory.
 
     Args:
         store: to fill.
-        layout: of the records.
+        requests: the schema of requests to the run's model.
         config: the section `data` of a run.
         schema: of the run.
         interactions: the log; None for the run's own interactions, of all splits, and "none" for no event.
@@ -47,28 +44,26 @@ def fill(
 
     Raises:
         DataError: a table is missing or malformed, or a user's id is too long.
+        StateError: see `layout_of`.
     """
-    users = events = 0
+    users, events, layout = 0, 0, layout_of(requests, schema.max_history)
     if interactions != "none":
         if interactions is not None:
             config = replace(config, interactions=interactions, split="time", validation=None, test=None)
         elif config.interactions is None:
             raise DataError("the run has no file of interactions")
-        known = RequestReader(replace(layout.schema, policy=None), Limits(1, layout.max_history))
-        users, events = _load(store, EventReader(layout, known), _log_settings(config, layout), schema)
-        if layout.past is not None:
-            store.put(StateCounters(layout.past, layout).records_of(read_counters(config, schema)))
+        users, events = _load(store, layout, _log_settings(config, requests), schema)
+        if requests.past is not None:
+            store.put(StateCounters(requests.past, requests, layout).records_of(read_counters(config, schema)))
     write_layout(store, layout)
     return users, events
 
 
-def _log_settings(config: DataConfig, layout: EventLayout) -> DataConfig:
+def _log_settings(config: DataConfig, requests: Schema) -> DataConfig:
     """The section `data` of a run, with what a log of events needs: neither labels, splits nor features of others."""
     config = config.resolved()
-    own = {column.field.name for column in layout.columns}
-    crossed = {name for column in layout.columns for name in column.field.columns}
-    has_policy = layout.schema.policy is not None
-    features = [one for one in config.features if one.of in ("item", "event") and one.name in own | crossed]
+    own, has_policy = {one.name for one in requests.event if one.kind != "cross"}, requests.policy is not None
+    features = [one for one in config.features if one.of in ("item", "event") and one.name in own]
     return replace(
         config,
         features=features,
@@ -86,7 +81,7 @@ def _log_settings(config: DataConfig, layout: EventLayout) -> DataConfig:
     )
 
 
-def _load(store: Store, reader: EventReader, config: DataConfig, schema: DataSchema) -> tuple[int, int]:
+def _load(store: Store, layout: EventLayout, config: DataConfig, schema: DataSchema) -> tuple[int, int]:
     """Writes the newest events of each user of a log."""
     has_columns = any(one.of == "item" and one.name != config.item for one in config.features)
     items = None
@@ -104,13 +99,13 @@ def _load(store: Store, reader: EventReader, config: DataConfig, schema: DataSch
         columns = Columns(given, folder, sorted_events(config, folder))
         users = read_ids(folder, "user").to_pylist()
         names = Dictionaries()
-        encoded = [_Encoded(column, columns, reader, names) for column in reader.layout.columns]
+        values = [_Values(column, columns, names) for column in layout.columns.values()]
 
         def records() -> Iterator[tuple[str, np.ndarray]]:
-            for rows in _newest(columns, reader.layout.keep):
-                found = np.zeros(len(rows), reader.layout.dtype)
+            for rows in _newest(columns, layout.keep):
+                found = np.zeros(len(rows), layout.dtype)
                 found[TIME] = columns.events.time[rows]
-                for column in encoded:
+                for column in values:
                     found[column.name] = column.at(rows)
                 first = np.flatnonzero(np.diff(columns.events.user[rows], prepend=-1))
                 for begin, end in zip(first, np.append(first[1:], len(rows)), strict=True):
@@ -141,47 +136,37 @@ def _newest(columns: Columns, most: int) -> Iterator[np.ndarray]:
         user = end
 
 
-class _Encoded:
-    """A column of records, for any events of a log.
+class _Values:
+    """The values of a column of records, for any events of a log.
 
     Args:
         column: of the records.
         columns: of the log.
-        reader: encodes values.
-        names: gets the values that the vocabularies lack.
+        names: gives the numbers of texts.
     """
 
-    def __init__(self, column: Column, columns: Columns, reader: EventReader, names: Dictionaries) -> None:
-        self.name, self._column, self._columns, one = column.name, column, columns, column.field
-        config = columns.config
-        is_item = one.name == config.item or one.kind == "sid" or one.name in config.names("item", "category")
+    def __init__(self, column: Column, columns: Columns, names: Dictionaries) -> None:
+        self.name, self._column, config = column.name, column, columns.config
+        is_item = column.kind == "sid" or column.name in (config.item, *config.names("item", "category"))
         self._index = columns.events.item if is_item else None
-        if one.kind == "sid":
+        if column.kind == "sid":
             self._values = columns.item_sids()
             return
-        if one.kind in ("quantile", "number"):
-            self._values = columns.numbers(one.name, "event")
+        if column.kind == "number":
+            self._values = columns.numbers(column.name, "event")
             return
-        self._coded = columns.categories(one.name, "item" if is_item else "event")
-        texts = self._coded.values.to_pylist()
-        if column.role == "session":
-            ids, default = hashes(texts), np.uint64(0)
-        else:
-            ids, lacking = reader.ids(column, texts)
-            ids = np.array(ids)
-            for row, text in lacking:
-                ids[row] = names.number(column.values, text)
-            default = reader.ids(column, [None])[0][0]  # of a missing value
-        self._ids = np.append(ids, default)
+        self._coded = columns.categories(column.name, "item" if is_item else "event")
+        texts = [*self._coded.values.to_pylist(), None]  # the code of a missing value is -1
+        self._numbers = hashes(texts) if column.kind == "session" else names.numbers(column.name, texts)
 
     def at(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the values of events `[N]`."""
-        one, index = self._column.field, rows if self._index is None else self._index[rows].astype(np.int64)
-        if one.kind == "sid" or (one.kind == "number" and self._column.role is not None):
+        """Returns the values of events `[N]`, of lists `[N, size]`."""
+        column, index = self._column, rows if self._index is None else self._index[rows].astype(np.int64)
+        if column.kind in ("sid", "number"):
             return self._values[index]
-        if one.kind == "quantile":
-            return quantile_ids(np.array(self._values[index]), np.array(one.edges), one.default)
         part = self._coded.take(index)
         if part.offsets is None:
-            return self._ids[part.codes]
-        return self._ids[nth_values(part.codes, part.offsets, self._column.slot or 0, missing=-1)]
+            codes = [part.codes, *[np.full(len(rows), -1)] * (column.size - 1)]
+        else:
+            codes = [nth_values(part.codes, part.offsets, slot, missing=-1) for slot in range(column.size)]
+        return self._numbers[np.stack(codes, axis=1) if column.kind == "texts" else codes[0]]

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jfi.serving.user_state.stores import StateError
+from jfi.state.stores import StateError
 from jfi.training import train
 from jfi.training.config_parser import parse_config
 

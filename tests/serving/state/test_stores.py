@@ -10,8 +10,8 @@ from itertools import count
 import pytest
 from processes import context
 
-from jfi.serving.user_state import stores
-from jfi.serving.user_state.stores import LmdbStore, StateError, StoreUnavailableError, open_store
+from jfi.state import stores
+from jfi.state.stores import LmdbStore, StateError, StoreUnavailableError, open_store
 
 from .conftest import running_redis
 
@@ -347,7 +347,7 @@ def test_a_missing_package_is_named(package, name, tmp_path, monkeypatch):
 
 _READS_AND_DIES = """
 import os, sys
-from jfi.serving.user_state.stores import LmdbStore
+from jfi.state.stores import LmdbStore
 rows = LmdbStore(__import__("pathlib").Path(sys.argv[1])).scan(b"")
 next(rows)
 os.kill(os.getpid(), 9)

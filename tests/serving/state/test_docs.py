@@ -13,10 +13,10 @@ pytest.importorskip("aiohttp")
 
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, PastFields, Schema
-from jfi.serving.user_state.events import EventReader
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import UserState, scan_records
-from jfi.serving.user_state.stores import LmdbStore
+from jfi.state.events import EventReader
+from jfi.state.layout import layout_of
+from jfi.state.state import UserState, scan_records
+from jfi.state.stores import LmdbStore
 
 from ..conftest import ROOT
 from ..test_server import serve
@@ -37,7 +37,7 @@ def reader(scorer):
 
 
 def events_of(reader):
-    return EventReader(EventLayout(reader.schema, 30), reader)
+    return EventReader(layout_of(reader.schema, 30))
 
 
 def test_its_request_is_of_a_user_of_the_state(reader):
@@ -64,9 +64,9 @@ def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
         vocabularies={"item_id": ["12"], "action": ["view"]},
         user_id="user",
         item_id="item_id",
+        past=past,
     )
-    reader = RequestReader(schema, Limits(100, 30), has_state=True)
-    events = EventReader(EventLayout(schema, 30), reader, past=past).read(body.encode())
+    events = EventReader(layout_of(schema, 30)).read(body.encode())
     assert (events.items, events.labels.tolist(), events.in_history.tolist()) == (["12"], [0.0], [True])
     assert set(json.loads(body)[0]) == {"user", "time", "event_id", "item_id", "action", "label", "in_history"}
 
@@ -131,7 +131,7 @@ def test_a_copy_that_is_made_while_events_are_written_is_the_state_of_a_moment(s
     assert before <= count <= after + 1 < len(written)
     assert sorted(times) == sorted([NOW + number for number in range(count)] * 2)  # whole bodies, up to one
     # A server on the copy gets all events again, and is where the first is.
-    restored = UserState(copy, state.layout)
+    restored = UserState(copy, stateful.reader)
     added = [restored.add([stateful.events(body(number))])[0].added for number in written]
     assert added == [0] * count + [2] * (len(written) - count)
     assert dict(copy.scan(b"u")) == dict(state.store.scan(b"u"))

@@ -12,9 +12,9 @@ from urllib.parse import quote
 import pytest
 
 from jfi.serving.scorer import Scorer, StateSettings
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import write_layout
-from jfi.serving.user_state.stores import LmdbStore, StoreUnavailableError, open_store
+from jfi.state.layout import layout_of
+from jfi.state.state import write_layout
+from jfi.state.stores import LmdbStore, StoreUnavailableError, open_store
 
 #: A Debian package of the same name has it; Valkey's is the same for these tests.
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -94,7 +94,7 @@ class Failing(LmdbStore):
 @pytest.fixture
 def store(tmp_path, scorer):
     store = Failing(tmp_path / "state", create=True, max_bytes=1 << 24)
-    write_layout(store, EventLayout(scorer.info.schema, scorer.info.limits.max_history))
+    write_layout(store, layout_of(scorer.info.schema, scorer.info.limits.max_history))
     yield store
     store.close()
 

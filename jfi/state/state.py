@@ -8,31 +8,25 @@ import numpy as np
 
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import PastFields
-from jfi.serving.user_state.counters import StateCounters, comparable
-from jfi.serving.user_state.dictionaries import Dictionaries
-from jfi.serving.user_state.events import SentEvents
-from jfi.serving.user_state.layout import (
-    EVENT_ID,
-    FORMAT,
-    TIME,
-    Column,
-    EventLayout,
-    StateInfo,
-    known_ids,
-    user_key,
-)
-from jfi.serving.user_state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.serving.validation import BadRequestError
-from jfi.utils.encoding import age_buckets
+from jfi.state.counters import StateCounters
+from jfi.state.dictionaries import Cache, Dictionaries
+from jfi.state.events import SentEvents
+from jfi.state.layout import EVENT_ID, FORMAT, TIME, EventLayout, StateInfo, comparable, user_key
+from jfi.state.model_ids import ModelIds
+from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
+from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
-_INFO, _VOCABULARIES = b"m", b"v"
-#: Before the keys of the counters of statistics of the past.
-COUNTERS = (b"k", b"i")
+_INFO = b"m"
 #: The newest ids of a user's events that are not of histories, by which repeated ones are known.
 _MAX_IDS = 256
-#: Numbers of values, and texts of numbers, that are kept in memory.
-_MAX_CACHED = 1_000_000
 _NO_IDS = np.zeros(0, np.uint64)
+
+
+class _Format(msgspec.Struct):
+    """What all formats of a state's description have."""
+
+    format: int
 
 
 @dataclass(frozen=True)
@@ -83,36 +77,48 @@ def _as_ids(value: bytes | None, user: str) -> np.ndarray:
 
 
 class UserState:
-    """The newest events of users in a store.
+    """The events of users in a store, as a model reads them.
 
     Args:
-        store: holds them.
-        layout: of the records.
+        store: of the events.
+        reader: of requests to the model, of whose schema, vocabularies and newest events the ids are.
         max_late: seconds that an event may be older than its user's newest one.
 
     Raises:
-        StateError: the store has no state, or one that another run's events were encoded for.
+        StoreUnavailableError: the store does not answer.
+        StateError: it has no state, a damaged one, or not what the model reads.
     """
 
-    def __init__(self, store: Store, layout: EventLayout, max_late: float = 86400.0) -> None:
-        self.store, self.layout, self.max_late = store, layout, max_late
+    def __init__(self, store: Store, reader: RequestReader, max_late: float = 86400.0) -> None:
+        self.store, self.reader, self.max_late = store, reader, max_late
         store.check()
         (self._info,) = store.get([_INFO])
-        info = _decoded(self._info)
-        if (info.fingerprint, info.max_history) != (layout.fingerprint, layout.max_history):
-            why = _difference(info, store, layout)
-            raise StateError(
-                f"the state of users is of another encoding, {why}; `jfi state migrate` makes one for this artifact"
-            )
-        past = layout.past
-        if info.past is not None and past is not None and comparable(past) != comparable(info.past):
-            raise StateError(f"the state of users has other statistics of the past, {_other(info.past, past)}")
+        self.layout = EventLayout(_decoded(self._info))
+        info, schema = self.layout.info, reader.schema
+        if reader.limits.max_history > info.max_history:
+            what = f"keeps {info.max_history} events of a user, and the model reads {reader.limits.max_history}"
+            raise StateError(f"the state {what}; load it by `jfi state load` of a run with that `data.max_history`")
+        if info.past is not None and schema.past is not None and comparable(schema.past, schema) != info.past:
+            why = _difference(info.past, comparable(schema.past, schema))
+            raise StateError(f"the state of users has other statistics of the past, {why}")
+        #: Numbers and texts that were read.
+        self._cache = Cache()
+        self._ids = ModelIds(self.layout, schema, reader.known, self.texts)
         #: The statistics of the past that events are counted in, or None.
-        self.past = info.past
-        self.counters = None if info.past is None else StateCounters(info.past, layout)
-        #: Numbers and texts of values that the vocabularies lack, by dictionary; they never change.
-        self._numbers: dict[bytes, int] = {}
-        self._texts: dict[bytes, str] = {}
+        self.counters = None
+        if info.past is not None:
+            self.counters = StateCounters(schema.past or info.past, schema, self.layout)
+
+    def texts(self, values: str, numbers: Iterable[int]) -> list[str | None]:
+        """Returns the texts of numbers of a column, None for 0.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+            StateError: it has no such number.
+        """
+        found = Dictionaries(self.store.get, self._cache).texts(values, numbers)
+        self._cache.trim()
+        return found
 
     def histories(self, users: Sequence[str]) -> list[np.ndarray]:
         """Returns the records of users, none for one without state, by one read of the store.
@@ -131,7 +137,7 @@ class UserState:
             StateError: the state is damaged, and nothing was written.
         """
         results: list[Added | BadRequestError] = []
-        new: dict[bytes, int] = {}
+        new: dict[str, dict[str | None, int]] = {}
 
         def change(get: Get) -> Changes:
             results.clear()
@@ -141,8 +147,8 @@ class UserState:
             self._check_info(info)
             now = dict(zip(users, map(self.layout.records, values, users), strict=True))
             before = dict(now)
-            names, counted = Dictionaries(get, self._numbers, self._texts), _Changed(get)
-            added: list[tuple[SentEvents, np.ndarray, np.ndarray]] = []
+            names, counted = Dictionaries(get, self._cache), _Changed(get)
+            added: list[tuple[SentEvents, np.ndarray]] = []
             for events in bodies:
                 try:
                     rows_of = self._new_rows_of(events, now, counted)
@@ -153,19 +159,16 @@ class UserState:
                 now |= self._merged(events, records, rows_of, now, names)
                 if self.counters is not None:
                     counted.keep_ids(events, rows)
-                    added.append((events, records, rows))
+                    added.append((events, rows))
                 results.append(Added(len(rows), len(events) - len(rows)))
             if added:
-                counted.changes |= self.counters.changes(get, added)
+                counted.changes |= self.counters.changes(get, added, self._ids.of_texts)
             new.update(names.new)
             changed = {user_key(user): now[user].tobytes() for user in users if now[user] is not before[user]}
             return changed | names.changes() | counted.changes
 
         self.store.update(change)
-        for cached in (self._numbers, self._texts):
-            if len(cached) > _MAX_CACHED:
-                cached.clear()
-        self._numbers |= new
+        self._cache.keep(new)
         return results
 
     def delete(self, user: str) -> bool:
@@ -186,7 +189,7 @@ class UserState:
         if info != self._info:
             raise StateError("the state of users was removed or replaced; restart the server on a whole one")
 
-    def fill(self, requests: Sequence[Request], reader: RequestReader) -> list[Request]:
+    def fill(self, requests: Sequence[Request]) -> list[Request]:
         """Returns requests with the events of their users in place of none, all read at once.
 
         Raises:
@@ -194,18 +197,18 @@ class UserState:
         """
         users = [one.stored.user for one in requests if one.stored is not None]
         histories = iter(self.histories(users) if users else [])
-        found = [one if one.stored is None else self._filled(one, next(histories), reader) for one in requests]
+        found = [one if one.stored is None else self._filled(one, next(histories)) for one in requests]
         asked = [one.stored for one in requests if one.stored is not None and one.stored.items is not None]
         if not asked:
             return found
         answers = iter(self.counters.answers(self.store.get, asked))
         return [
-            one if one.stored is None or one.stored.items is None else reader.with_statistics(one, next(answers))
+            one if one.stored is None or one.stored.items is None else self.reader.with_statistics(one, next(answers))
             for one in found
         ]
 
-    def _filled(self, request: Request, events: np.ndarray, reader: RequestReader) -> Request:
-        stored = request.stored
+    def _filled(self, request: Request, events: np.ndarray) -> Request:
+        stored, reader = request.stored, self.reader
         end = int(events[TIME].searchsorted(stored.now))
         events = events[max(0, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None
@@ -214,37 +217,23 @@ class UserState:
         if reader.schema.policy is not None and len(events):
             rows, weights = reader.choose(ages, self._engagement(events))
             events, ages = events[rows], ages[rows]
-        ids = {
-            column.name: known_ids(events[column.name]) if column.values else events[column.name].astype(np.int64)
-            for column in self.layout.columns
-            if column.role is None
-        }
         buckets = next((age_buckets(ages, one.num_buckets) for one in reader.schema.event if one.kind == "age"), None)
-        return replace(request, ids=request.ids | ids, ages=buckets, num_events=len(events), weights=weights)
+        return replace(
+            request, ids=request.ids | self._ids(events), ages=buckets, num_events=len(events), weights=weights
+        )
 
     def _engagement(self, events: np.ndarray) -> tuple[Sequence | np.ndarray | None, ...]:
         """The dwell, surface and session of events, as a request's policy takes them."""
         found: dict[str, Sequence | np.ndarray | None] = dict.fromkeys(("dwell", "surface", "session"))
-        for column in self.layout.columns:
-            values = events[column.name]
-            if column.role == "surface":
-                names = {number: self.text(column, number) for number in np.unique(values).tolist()}
-                found["surface"] = [names[number] for number in values.tolist()]
-            elif column.role == "session":
-                found["session"] = [number or None for number in values.tolist()]
-            elif column.role == "dwell":
-                found["dwell"] = values
+        for role, one in self.reader.schema.policy.fields().items():
+            values = events[one.name]
+            if role == "surface":
+                found[role] = self.texts(one.name, values.tolist())
+            elif role == "session":
+                found[role] = [number or None for number in values.tolist()]
+            else:
+                found[role] = np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)
         return tuple(found.values())
-
-    def text(self, column: Column, number: int) -> str | None:
-        """Returns the value of an id, of the vocabulary or of those that it lacks; None for a missing one."""
-        return self._text(column, number, Dictionaries(self.store.get, self._numbers, self._texts))
-
-    def _text(self, column: Column, number: int, names: Dictionaries) -> str | None:
-        if number >= 0 or column.values is None:
-            known = self.layout.schema.vocabularies.get(column.values or "", [])
-            return known[number - 1] if number > 0 else None
-        return names.text(column.values, number)
 
     def _new_rows_of(self, events: SentEvents, now: dict[str, np.ndarray], get: "_Changed") -> dict[str, np.ndarray]:
         """Returns by user the rows of a body that are not repeated.
@@ -284,8 +273,8 @@ class UserState:
         """Returns by user the records with the new events of a body."""
         merged = {}
 
-        def texts(ids: np.ndarray) -> list[str]:
-            return [self._text(self.layout.item, int(one), names) or "" for one in ids]
+        def texts(numbers: list[int]) -> list[str | None]:
+            return names.texts(self.layout.item, numbers)
 
         for user, rows in rows_of.items():
             if self.counters is not None:
@@ -295,15 +284,10 @@ class UserState:
         return merged
 
     def _numbered(self, events: SentEvents, names: Dictionaries) -> np.ndarray:
-        """The records of events, with numbers for the values that the vocabularies lack."""
-        if not events.unknown:
-            return events.records
+        """The records of events with the numbers of their texts."""
         records = events.records.copy()
-        for column in self.layout.columns:
-            if lacking := events.unknown.get(column.name):
-                names.read(column.values, (text for _, text in lacking))
-                for row, text in lacking:
-                    records[column.name][row] = names.number(column.values, text)
+        for name, texts in events.texts.items():
+            records[name] = names.numbers(name, texts).reshape(records[name].shape)
         return records
 
 
@@ -312,33 +296,25 @@ def _decoded(found: bytes | None) -> StateInfo:
     if found is None:
         raise StateError("the store has no state of users; `jfi state load` makes one")
     with finding_damage("its description"):
-        info = msgspec.json.decode(found, type=StateInfo)
-    if info.format != FORMAT:
-        raise StateError(f"the state of users has format {info.format}, but this version reads format {FORMAT}")
-    return info
+        made = msgspec.json.decode(found, type=_Format).format
+        if made != FORMAT:
+            what = f"has format {made}, but this version reads format {FORMAT}"
+            raise StateError(f"the state of users {what}; load it from the log by `jfi state load`")
+        return msgspec.json.decode(found, type=StateInfo)
 
 
 def read_layout(store: Store) -> EventLayout:
-    """Reads the layout of a store's records, with its vocabularies and its statistics of the past.
+    """Reads the layout of a store's records.
 
     Raises:
         StateError: the store has no state, or a damaged one.
     """
-    info, found = store.get([_INFO, _VOCABULARIES])
-    info = _decoded(info)
-    with finding_damage("its vocabularies"):
-        vocabularies = msgspec.json.decode(found or b"", type=dict[str, list[str]])
-        layout = EventLayout(replace(info.schema, vocabularies=vocabularies, past=info.past), info.max_history)
-        if layout.fingerprint != info.fingerprint:
-            raise ValueError("they are not those that it was made with")
-    return layout
+    return EventLayout(_decoded(store.get([_INFO])[0]))
 
 
 def write_layout(store: Store, layout: EventLayout) -> None:
     """Makes an empty or filled store one of these records, and of statistics of the past; it is written last."""
-    vocabularies = msgspec.json.encode(layout.schema.vocabularies)
-    store.put([(_VOCABULARIES, vocabularies)])
-    store.put([(_INFO, msgspec.json.encode(layout.info(None if layout.past is None else comparable(layout.past))))])
+    store.put([(_INFO, msgspec.json.encode(layout.info))])
 
 
 def is_empty(store: Store) -> bool:
@@ -351,24 +327,6 @@ def _is_repeated(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     first = np.zeros(len(new), bool)
     first[np.unique(new, return_index=True)[1]] = True
     return (new != 0) & (~first | np.isin(new, old))
-
-
-def _difference(info: StateInfo, store: Store, layout: EventLayout) -> str:
-    """Says what differs between a state's encoding and another."""
-    if info.max_history != layout.max_history:
-        return f"with max_history {info.max_history} and not {layout.max_history}"
-    own, wanted = ({one.name: one for one in schema.event} for schema in (info.schema, layout.schema))
-    for name in own.keys() ^ wanted.keys():
-        return f"whose events {'lack' if name in wanted else 'have'} the field '{name}'"
-    for name, one in own.items():
-        if one != wanted[name]:
-            return f"in which the field '{name}' is encoded otherwise"
-    known = read_layout(store).schema.vocabularies
-    for name, values in layout.schema.vocabularies.items():
-        if (old := known.get(name, [])) != values:
-            many = "others in place of some" if len(old) == len(values) else f"{len(old):,} and not {len(values):,}"
-            return f"whose values of '{name}' are {many}"
-    return "of other columns of a policy or of another codec"
 
 
 def put_records(store: Store, records: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -384,8 +342,8 @@ def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.nd
         yield user, layout.records(value, user)
 
 
-def _other(past: PastFields, other: PastFields) -> str:
+def _difference(own: PastFields, wanted: PastFields) -> str:
     """Says what differs between the statistics of a state and those of an artifact."""
-    own, wanted = asdict(comparable(past)), asdict(comparable(other))
-    name = next(name for name in own if own[name] != wanted[name])
-    return f"{name} {own[name]} and not {wanted[name]}; load it from the log by `jfi state load`"
+    one, other = asdict(own), asdict(wanted)
+    name = next(name for name in one if one[name] != other[name])
+    return f"{name} {one[name]} and not {other[name]}; load it from the log by `jfi state load`"

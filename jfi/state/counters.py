@@ -1,7 +1,6 @@
 """The statistics of the past in a state of users: what events add to them, and what requests ask."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -10,30 +9,14 @@ from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
 from jfi.serving.counters import LogCounters
-from jfi.serving.schema import PastFields
-from jfi.serving.user_state.events import SentEvents
-from jfi.serving.user_state.layout import TIME, EventLayout, hashes
-from jfi.serving.user_state.stored_history import StoredHistory
-from jfi.serving.user_state.stores import StateError
+from jfi.serving.schema import PastFields, Schema
+from jfi.state.events import SentEvents
+from jfi.state.layout import TIME, EventLayout, hashes
+from jfi.state.stored_history import StoredHistory
+from jfi.state.stores import StateError
 
 #: Numbers of items are sorted above texts.
 _NUMBERS = 1 << 63
-
-
-def comparable(past: PastFields) -> PastFields:
-    """Returns the statistics without what differs between logs."""
-    return replace(past, until=0.0, sets={})
-
-
-def is_same(one: PastFields, other: PastFields) -> bool:
-    """Returns whether the counters of statistics can be those of others, whose vocabularies may differ."""
-
-    def counted(past: PastFields) -> tuple:
-        columns = {name: column.slots for name, column in past.columns.items()}
-        known = past.window, past.half_lives, past.is_implicit, past.session, past.numbers, past.values
-        return past.groups, past.categories, columns, *known
-
-    return counted(one) == counted(other)
 
 
 class StateCounters:
@@ -41,51 +24,62 @@ class StateCounters:
 
     Args:
         past: the statistics.
-        layout: of the records of events, which have the columns that are counted by.
+        schema: of requests, whose events have the columns that are counted by.
+        layout: of the records of events.
 
     Raises:
         StateError: events lack such a column.
     """
 
-    def __init__(self, past: PastFields, layout: EventLayout) -> None:
-        self.past, self._layout = past, layout
-        slots = {name: column.slots for name, column in past.columns.items()}
-        #: By column of the item, number and categorical column of events the columns of the records with its values.
-        self._columns, self._numbers, self._values = (
-            {
-                name: [column.name for column in layout.columns if column.field.name == name and column.role is None]
-                for name in names
-            }
-            for names in (past.columns, past.numbers, past.values)
-        )
-        read = self._columns | self._numbers | self._values
-        if lacking := next((name for name, own in read.items() if not own), None):
+    def __init__(self, past: PastFields, schema: Schema, layout: EventLayout) -> None:
+        self.past, self._layout, self._vocabularies = past, layout, schema.vocabularies
+        keys = {one.name: one.keys for one in schema.event if one.kind in ("category", "slots", "quantile")}
+        read = {**past.columns, **past.numbers, **past.values}
+        if lacking := next((name for name in read if name not in keys), None):
             raise StateError(f"events have no field '{lacking}', which statistics of the past count by")
+        #: By column of the item, number and categorical column of events the model's keys of its ids.
+        self._columns, self._numbers, self._values = (
+            {name: keys[name] for name in names} for names in (past.columns, past.numbers, past.values)
+        )
+        slots = {name: column.slots for name, column in past.columns.items()}
         known = past.window, past.half_lives, past.is_implicit, past.num_known
         #: The counters, by digests.
         self.live = LiveCounters(past.groups, past.categories, slots, *known, past.numbers, past.values)
         self._digests: dict[tuple[str, int], int] = {}
 
-    def changes(self, get: Get, bodies: Sequence[tuple[SentEvents, np.ndarray, np.ndarray]]) -> dict[bytes, bytes]:
-        """Returns what events change: of each body these, their records, and the rows `[N]` of those that count."""
-        users, items = ([getattr(one, of)[row] for one, _, rows in bodies for row in rows] for of in ("users", "items"))
-        records = np.concatenate([records[rows] for _, records, rows in bodies])
+    def changes(
+        self,
+        get: Get,
+        bodies: Sequence[tuple[SentEvents, np.ndarray]],
+        ids_of: Callable[[np.ndarray, Mapping[str, Sequence[str | None]]], Mapping[str, np.ndarray]],
+    ) -> dict[bytes, bytes]:
+        """Returns what events change.
+
+        Args:
+            get: reads keys of the store.
+            bodies: events, and of each body the rows `[N]` of those that count.
+            ids_of: gives the model's ids of records and texts.
+        """
+        users, items = ([getattr(one, of)[row] for one, rows in bodies for row in rows] for of in ("users", "items"))
+        times = np.concatenate([one.records[TIME][rows] for one, rows in bodies])
         labels, in_history, sessions = (
-            np.concatenate([getattr(one, of)[rows] for one, _, rows in bodies])
+            np.concatenate([getattr(one, of)[rows] for one, rows in bodies])
             for of in ("labels", "in_history", "sessions")
         )
+        found = [(ids_of(one.records, one.texts), rows) for one, rows in bodies]
+        ids = {key: np.concatenate([own[key][rows] for own, rows in found]) for key in found[0][0]}
         values = {
-            name: self.digests(name, np.stack([records[one] for one in own], axis=1))
-            for name, own in self._columns.items()
+            name: self.digests(name, np.stack([ids[key] for key in keys], axis=1))
+            for name, keys in self._columns.items()
         }
         sessions = None if self.past.session is None else sessions
         of_events = event_values(
-            {name: records[one] for name, (one,) in self._numbers.items()},
-            {name: [records[one] for one in own] for name, own in self._values.items()},
+            {name: ids[key] for name, (key,) in self._numbers.items()},
+            {name: [ids[key] for key in keys] for name, keys in self._values.items()},
         )
-        sums = {name: of(np.arange(len(records))) for name, of in of_events.items()}
+        sums = {name: of(np.arange(len(times))) for name, of in of_events.items()}
         own = values, labels, in_history, self.orders(items), sessions, sums
-        return self.live.add(get, LiveRows(hashes(users), hashes(items), records[TIME], *own))
+        return self.live.add(get, LiveRows(hashes(users), hashes(items), times, *own))
 
     def answers(self, get: Get, asked: Sequence[StoredHistory]) -> list[StatisticColumns]:
         """Returns by column the statistics `[R]` of the candidates of requests."""
@@ -117,7 +111,7 @@ class StateCounters:
             ids: of the values, of any shape.
         """
         distinct, index = np.unique(ids, return_inverse=True)
-        known = self._layout.schema.vocabularies.get(name)
+        known = self._vocabularies.get(name)
         for number in distinct[distinct > 0].tolist():
             if (name, number) not in self._digests:
                 text = known[number - 1] if known and number <= len(known) else f"\0{number}"

@@ -15,10 +15,11 @@ import pytest
 from processes import context
 
 from jfi.serving.artifact import read
-from jfi.serving.user_state.dictionaries import read_dictionary
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import UserState, scan_records, write_layout
-from jfi.serving.user_state.stores import open_store
+from jfi.serving.requests import RequestReader
+from jfi.state.dictionaries import read_dictionary
+from jfi.state.layout import layout_of
+from jfi.state.state import UserState, scan_records, write_layout
+from jfi.state.stores import open_store
 
 from ..test_commands import server
 from . import adding
@@ -36,12 +37,12 @@ def ids_of(number: int) -> list[int]:
 
 
 def check_records(state: UserState) -> None:
-    """Checks that records are sorted, and that each value that the vocabulary lacks has one number, with a text."""
+    """Checks that records are sorted, and that each value has one number, with a text."""
     for _, records in scan_records(state.store, state.layout):
         assert len(records) and (np.diff(records["time"]) >= 0).all()
-        for column in state.layout.columns:
-            numbers = np.unique(records[column.name])
-            assert all(state.text(column, number) is not None for number in numbers[numbers != 0].tolist())
+        for name in state.layout.columns:
+            numbers = np.unique(records[name])
+            assert None not in state.texts(name, numbers[numbers != 0].tolist())
     texts = [read_dictionary(state.store, name) for name in ("item", "tags")]
     assert all(len(set(one)) == len(one) for one in texts)
 
@@ -77,7 +78,7 @@ def test_no_acknowledged_event_is_lost_by_50_kills(tmp_path):
         assert process.exitcode == -signal.SIGKILL
         acknowledged = max(acknowledged, last + 1, received(ours, begin + 60) + 1)
         ours.close()
-        state = UserState(open_store(path), adding.LAYOUT)
+        state = UserState(open_store(path), adding.READER)
         there = event_ids(state)
         next_one = set(ids_of(acknowledged))  # all of it may be there, but it was not acknowledged
         assert there - next_one == {one for number in range(acknowledged) for one in ids_of(number)}
@@ -86,13 +87,13 @@ def test_no_acknowledged_event_is_lost_by_50_kills(tmp_path):
         state.store.close()
 
     # All is sent again: the events that are there count once, and nothing else differs from a run without kills.
-    state = UserState(open_store(path), adding.LAYOUT)
+    state = UserState(open_store(path), adding.READER)
     bodies = [adding.READ(adding.body(number)) for number in range(acknowledged + 30)]
     results = state.add(bodies)
     assert sum(one.repeated for one in results) == len(there)
     whole = open_store(str(tmp_path / "whole"), create=True)
     write_layout(whole, adding.LAYOUT)
-    plain = UserState(whole, adding.LAYOUT)
+    plain = UserState(whole, adding.READER)
     for begin in range(0, len(bodies), 30):
         plain.add(bodies[begin : begin + 30])
     assert contents(state) == contents(plain)
@@ -109,7 +110,8 @@ def send(address: str, rows: list[dict]) -> dict:
 @pytest.mark.slow
 def test_a_server_that_is_killed_keeps_what_it_has_acknowledged(exported, tmp_path):
     info, _ = read(exported.path)
-    layout, draw, path = EventLayout(info.schema, info.limits.max_history), random.Random(2), tmp_path / "state"
+    layout, draw, path = layout_of(info.schema, info.limits.max_history), random.Random(2), tmp_path / "state"
+    reader = RequestReader(info.schema, info.limits)
     store = open_store(str(path), create=True)
     write_layout(store, layout)
     store.close()
@@ -130,7 +132,7 @@ def test_a_server_that_is_killed_keeps_what_it_has_acknowledged(exported, tmp_pa
             except (urllib.error.URLError, HTTPException, ConnectionError):
                 assert process.wait(60) == -signal.SIGKILL
             alarm.cancel()
-        state = UserState(open_store(str(path)), layout)
+        state = UserState(open_store(str(path)), reader)
         there = {user: records["time"].tolist() for user, records in scan_records(state.store, layout)}
         assert {user: [time for time in times if time < NOW + acknowledged] for user, times in there.items()} == {
             user: [time for time in times if time < NOW + acknowledged] for user, times in wanted.items()
@@ -139,6 +141,6 @@ def test_a_server_that_is_killed_keeps_what_it_has_acknowledged(exported, tmp_pa
     with server("--artifact", exported.path, "--state", path) as (_, address):
         told = send(address, [row for rows in bodies for row in rows])
         assert told["repeated"] >= acknowledged and told["added"] + told["repeated"] == len(bodies)
-    state = UserState(open_store(str(path)), layout)
+    state = UserState(open_store(str(path)), reader)
     assert {user: records["time"].tolist() for user, records in scan_records(state.store, layout)} == wanted
     state.store.close()

@@ -12,9 +12,9 @@ import pytest
 import jfi
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.serving.scorer import Scorer, StateSettings
-from jfi.serving.user_state.layout import EventLayout
-from jfi.serving.user_state.state import UserState, scan_records, write_layout
-from jfi.serving.user_state.stores import open_store
+from jfi.state.layout import layout_of
+from jfi.state.state import UserState, scan_records, write_layout
+from jfi.state.stores import open_store
 
 from ..conftest import as_sent
 from ..test_server import serve
@@ -56,7 +56,7 @@ def body_of(rows: list[dict]) -> list[dict]:
 def stateful(exported, new_store):
     """The scorer of the artifact with an empty state."""
     store, plain = new_store(), Scorer(exported.path)
-    write_layout(store, EventLayout(plain.info.schema, plain.info.limits.max_history))
+    write_layout(store, layout_of(plain.info.schema, plain.info.limits.max_history))
     return Scorer(exported.path, state=StateSettings(store))
 
 
@@ -120,7 +120,7 @@ def test_scores_are_those_of_explicit_histories_and_of_predict(exported, statefu
         np.testing.assert_allclose(scores, predicted, atol=2e-6)
         folder.mkdir()
         wanted = inputs_of_predict(run, known, request, folder)
-        (filled,) = stateful.state.fill([stateful.reader(request)], stateful.reader)
+        (filled,) = stateful.state.fill([stateful.reader(request)])
         own = {key: filled.ids[key].tolist() for key in wanted if key != "history_age"}
         assert own | {"history_age": filled.ages.tolist()} == wanted  # bit for bit what predict reads
 
@@ -132,15 +132,18 @@ def contents(state: UserState) -> dict[str, list[tuple]]:
     found = {}
     for user, records in scan_records(state.store, state.layout):
         columns = [records["time"].tolist()]
-        for column in state.layout.columns:
-            columns.append([state.text(column, one) for one in records[column.name].tolist()])
+        for name, one in state.layout.columns.items():
+            numbers = records[name].tolist()
+            if one.kind == "texts":
+                columns.append([state.texts(name, own) for own in numbers])
+            else:
+                columns.append(state.texts(name, numbers) if one.kind == "text" else numbers)
         found[user] = list(zip(*columns, strict=True))
     return found
 
 
 def test_a_state_does_not_depend_on_the_order_of_arrival(exported, stateful, new_store, tmp_path):
-    layout = stateful.state.layout
-    state, rows = UserState(stateful.state.store, layout, max_late=np.inf), log()
+    state, rows = UserState(stateful.state.store, stateful.reader, max_late=np.inf), log()
     for begin in range(0, len(rows), 90):
         state.add([stateful.events(body_of(rows[begin : begin + 90]))])
     first = contents(state)
@@ -159,7 +162,7 @@ def test_a_state_does_not_depend_on_the_order_of_arrival(exported, stateful, new
     name = names[-1] if "://" in names[-1] else f"{names[-1]}-1"
     commands.run("state", "load", "--run", exported.run, "--interactions", file, "--state", name)
     commands.run("state", "export", "--state", name, "--out", out)
-    loaded = UserState(open_store(name, timeout=10.0), layout)
+    loaded = UserState(open_store(name, timeout=10.0), stateful.reader)
     assert contents(loaded) == first
     table = pq.read_table(out)
     assert table.column_names == ["user", "time", "item", "category", "rating"]

@@ -1,0 +1,186 @@
+"""The ids that a model reads, of the records of a state."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from jfi.serving.schema import Field, Schema
+from jfi.serving.vocabulary_tables import KnownValues
+from jfi.state.layout import EventLayout
+from jfi.state.stores import StateError
+from jfi.utils.encoding import HashBuckets, HashedIds, cross, quantile_ids
+
+Encoding = KnownValues | HashBuckets | HashedIds
+#: Gives the texts of numbers of a dictionary.
+Texts = Callable[[str, list[int]], list[str | None]]
+_KIND = {"category": "text", "slots": "texts", "quantile": "number", "sid": "sid"}
+#: Crosses whose ids are kept in memory.
+_MAX_CROSSES = 1_000_000
+#: By what a policy reads the kinds of columns that have it.
+_OF_POLICY = {"dwell": ("number",), "surface": ("text",), "session": ("session", "text")}
+_SHOWN = {"text": "texts", "texts": "lists of texts", "number": "numbers", "sid": "semantic IDs"}
+
+
+class ModelIds:
+    """Turns records into the ids of the events that a model reads.
+
+    Args:
+        layout: of the records.
+        schema: of the requests to the model.
+        known: by column with ids what gives them, as of RequestReader.
+        texts: reads the store's dictionaries.
+
+    Raises:
+        StateError: the records lack what the model reads.
+    """
+
+    def __init__(self, layout: EventLayout, schema: Schema, known: Mapping[str, Encoding], texts: Texts) -> None:
+        for one in schema.event:
+            for name in one.columns if one.kind == "cross" else [one.name] if one.kind in _KIND else []:
+                _check(layout, one, name)
+        for role, one in ({} if schema.policy is None else schema.policy.fields()).items():
+            column = layout.columns.get(one.name)
+            if column is None or column.kind not in _OF_POLICY[role]:
+                what = f"no field '{one.name}' that is the {role} of the model's policy"
+                raise StateError(f"the events of the state have {what}; load them by `jfi state load`")
+        if any(one.kind == "sid" for one in schema.event) and schema.codec != layout.info.codec:
+            what = f"semantic IDs of the codec {layout.info.codec}, and the model reads those of {schema.codec}"
+            raise StateError(f"the events of the state have {what}; load them by `jfi state load`")
+        self._fields = [one for one in schema.event if one.kind != "age"]
+        self._ids = {
+            one.name: _Ids(one.name, known[one.name], one, texts)
+            for one in self._fields
+            if one.kind in ("category", "slots")
+        }
+        self._edges = {one.name: np.array(one.edges) for one in self._fields if one.kind == "quantile"}
+        self._crosses = {
+            one.name: _CrossIds(one, known[one.name], texts) for one in self._fields if one.kind == "cross"
+        }
+
+    def __call__(self, records: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns by key of the model's inputs the ids `[S]` int64 of records `[S]`.
+
+        Raises:
+            StateError: a record has a number that its dictionary has not.
+        """
+        found = {}
+        for one in self._fields:
+            if one.kind == "cross":
+                found[one.keys[0]] = self._crosses[one.name]([records[name] for name in one.columns])
+            elif one.kind == "quantile":
+                found[one.keys[0]] = quantile_ids(records[one.name], self._edges[one.name], one.default)
+            elif one.kind == "sid":
+                found[one.keys[0]] = records[one.name].astype(np.int64)
+            elif one.kind == "category":
+                found[one.keys[0]] = self._ids[one.name](records[one.name])
+            else:
+                ids = self._ids[one.name](records[one.name][:, : len(one.keys)])
+                found |= {key: ids[:, slot] for slot, key in enumerate(one.keys)}
+        return found
+
+    def of_texts(self, records: np.ndarray, texts: Mapping[str, Sequence[str | None]]) -> dict[str, np.ndarray]:
+        """Returns by key ids `[N]` of events that may have no numbers yet, but for crosses and semantic IDs.
+
+        Args:
+            records: `[N]`, with the numbers of columns that are numbers.
+            texts: by column of texts `[N]`, of lists of texts `[N * size]`.
+        """
+        found = {}
+        for one in self._fields:
+            if one.kind == "quantile":
+                found[one.keys[0]] = quantile_ids(records[one.name], self._edges[one.name], one.default)
+            elif one.kind == "category":
+                found[one.keys[0]] = self._ids[one.name].of_texts(texts[one.name])
+            elif one.kind == "slots":
+                ids = self._ids[one.name].of_texts(texts[one.name]).reshape(len(records), -1)
+                found |= {key: ids[:, slot] for slot, key in enumerate(one.keys)}
+        return found
+
+
+def _check(layout: EventLayout, one: Field, name: str) -> None:
+    """Checks that records have a column of a field that a model reads."""
+    column, kind = layout.columns.get(name), "text" if one.kind == "cross" else _KIND[one.kind]
+    load = "load them by `jfi state load`"
+    if column is None:
+        raise StateError(f"the events of the state have no field '{name}', which the model reads; {load}")
+    if column.kind != kind:
+        had = _SHOWN.get(column.kind, "hashes of sessions")
+        raise StateError(
+            f"the field '{name}' of the state's events has {had}, and the model reads {_SHOWN[kind]}; {load}"
+        )
+    if kind == "texts" and column.size < len(one.keys):
+        what = f"the first {column.size} values of a list, and the model reads {len(one.keys)}"
+        raise StateError(f"the field '{name}' of the state's events has {what}; {load}")
+
+
+class _Ids:
+    """The ids of a column's numbers, which are read as they come up.
+
+    Args:
+        values: the dictionary.
+        known: gives the ids of texts.
+        one: the field, with the text that stands for a missing value.
+        texts: reads the dictionary.
+    """
+
+    def __init__(self, values: str, known: Encoding, one: Field, texts: Texts) -> None:
+        self._values, self._known, self._texts = values, known, texts
+        self._default = one.default if one.kind == "category" else None
+        #: By number the id, -1 where it was not read yet.
+        self._ids = np.full(1024, -1, np.int64)
+        self._ids[0] = self.of_texts([None])[0]
+        self._lock = threading.Lock()  # events are counted in another thread than requests are scored
+
+    def of_texts(self, texts: Sequence[str | None]) -> np.ndarray:
+        """Returns the ids `[N]` of texts, with the default in place of missing ones."""
+        return self._known.ids([self._default if text is None else text for text in texts])
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        """Returns the ids of numbers of any shape."""
+        try:
+            found = self._ids.take(numbers)
+        except IndexError:
+            found = None
+        if found is not None and (not found.size or found.min() >= 0):
+            return found
+        with self._lock:
+            self._read(np.unique(numbers))
+            return self._ids.take(numbers)
+
+    def _read(self, numbers: np.ndarray) -> None:
+        is_new = numbers >= len(self._ids)
+        is_new[~is_new] = self._ids[numbers[~is_new]] < 0
+        lacking = numbers[is_new]
+        ids = self.of_texts(self._texts(self._values, lacking.tolist()))  # first: a damaged number has no text
+        if len(lacking) and (most := int(lacking.max())) >= len(self._ids):
+            more = np.full(max(2 * len(self._ids), most + 1) - len(self._ids), -1, np.int64)
+            self._ids = np.append(self._ids, more)
+        self._ids[lacking] = ids
+
+
+class _CrossIds:
+    """The ids of crosses of columns' numbers.
+
+    Args:
+        one: the field.
+        known: gives the ids of crossed texts.
+        texts: reads the dictionaries.
+    """
+
+    def __init__(self, one: Field, known: Encoding, texts: Texts) -> None:
+        self._columns, self._known, self._texts, self._default = one.columns, known, texts, one.default
+        self._ids: dict[tuple[int, ...], int] = {}
+
+    def __call__(self, numbers: list[np.ndarray]) -> np.ndarray:
+        """Returns the ids `[S]` of the columns' numbers `[S]`."""
+        rows = list(zip(*(one.tolist() for one in numbers), strict=True))
+        if lacking := [row for row in dict.fromkeys(rows) if row not in self._ids]:
+            columns = zip(self._columns, zip(*lacking, strict=True), strict=True)
+            crossed = cross(*(self._texts(name, list(own)) for name, own in columns))
+            if self._default is not None:
+                crossed = [self._default if text is None else text for text in crossed]
+            self._ids |= zip(lacking, self._known.ids(crossed).tolist(), strict=True)
+            if len(self._ids) > _MAX_CROSSES:
+                self._ids = dict(zip(rows, map(self._ids.__getitem__, rows), strict=True))
+        return np.fromiter(map(self._ids.__getitem__, rows), np.int64, len(rows))
