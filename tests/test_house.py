@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2101,
     "semantic_ids": 1759,
     "serving": 5627,
-    "state": 1910,
+    "state": 1917,
     "table1": 1135,
     "tables": 3175,
     "training": 6947,

@@ -68,6 +68,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         is_numbered: whether items that are integers are sorted by their numbers.
         codec: fingerprint of the codec of semantic IDs, or None.
         past: the statistics of the past that the state has, or None.
+        id: of the store, whose numbers are no other's.
     """
 
     format: int
@@ -77,6 +78,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_numbered: bool = False
     codec: str | None = None
     past: PastFields | None = None
+    id: str = ""
 
 
 class EventLayout:

@@ -1,5 +1,6 @@
 """The newest events of users, read for requests and written as events arrive."""
 
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -125,8 +126,11 @@ class UserState:
 
         Raises:
             StoreUnavailableError: the store does not answer.
+            StateError: a user's records are damaged, or the store has another state than this one.
         """
-        return list(map(self.layout.records, self.store.get(list(map(user_key, users))), users))
+        info, *values = self.store.get([_INFO, *map(user_key, users)])
+        self._check_info(info)
+        return list(map(self.layout.records, values, users))
 
     def add(self, bodies: Sequence[SentEvents]) -> list[Added | BadRequestError]:
         """Writes events, all at once; a body with a fault is left out whole.
@@ -314,7 +318,8 @@ def read_layout(store: Store) -> EventLayout:
 
 def write_layout(store: Store, layout: EventLayout) -> None:
     """Makes an empty or filled store one of these records, and of statistics of the past; it is written last."""
-    store.put([(_INFO, msgspec.json.encode(layout.info))])
+    info = msgspec.structs.replace(layout.info, id=secrets.token_hex(16))
+    store.put([(_INFO, msgspec.json.encode(info))])
 
 
 def is_empty(store: Store) -> bool:

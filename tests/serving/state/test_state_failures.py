@@ -13,6 +13,7 @@ from jfi.serving.artifact import INFO, VOCABULARIES, ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.server import events as server_events
 from jfi.serving.server.app import _WRITER, LIVE
+from jfi.state.state import write_layout
 from jfi.state.stores import StoreUnavailableError
 
 from ..conftest import as_sent, rewriting
@@ -332,14 +333,22 @@ def test_a_user_whose_events_are_damaged_is_refused_alone_and_by_name(stateful, 
     serve(stateful, talk, max_wait=0.1)
 
 
-def test_a_state_that_was_removed_below_a_server_takes_no_events(stateful, store):
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_state_that_was_removed_or_replaced_below_a_server_answers_nobody(stateful, store, replaced):
+    """The server knows the numbers of the first one's values."""
+
     async def talk(client):
         await added(client, EVENT)
+        await asked(client)
         store.update(lambda get: {key: None for key, _ in store.scan(b"")})
-        for response in (await client.post("/events", json=[EVENT]), await client.delete("/users/u")):
-            status, told = await answer(response)
+        if replaced:  # by one of the same columns
+            write_layout(store, stateful.state.layout)
+        before = dict(store.scan(b""))
+        calls = client.post("/events", json=[EVENT]), client.delete("/users/u"), client.post("/score", json=request())
+        for response in calls:
+            status, told = await answer(await response)
             assert (status, told["error"][:42]) == (500, "the state of users was removed or replaced")
-        assert not dict(store.scan(b""))
+        assert dict(store.scan(b"")) == before
 
     serve(stateful, talk)
 
