@@ -2,7 +2,6 @@
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Sequence
 
 from jfi.cli.settings import parser
 from jfi.data.prepared.manifest import verify_dataset
@@ -18,9 +17,9 @@ from jfi.training.run.run_position import describe_changes, load_progress
 
 def main(config: Config, options: Namespace) -> None:
     """Prepares a dataset, or verifies one."""
-    arguments = options.arguments
     if options.verify is not None:
-        _takes_only(arguments, "--verify")
+        if wrong := [name for name in options.named if name != "--verify"]:
+            raise ConfigError(f"--verify takes no other option, not {wrong[0]}")
         verify_dataset(options.verify)
         print(f"{options.verify} is whole")
         return
@@ -33,8 +32,8 @@ def main(config: Config, options: Namespace) -> None:
         run = RunFolder(options.run)
         if not run.config.is_file():
             raise ConfigError(f"--run {options.run}: not a run folder, config.yaml is missing")
-        if not any(argument.split("=")[0] == "--config" for argument in arguments):
-            config, _ = parse_config(["--config", str(run.config), *arguments], parser=parser("prepare"))
+        if "--config" not in options.named:
+            config, _ = parse_config(["--config", str(run.config), *options.arguments], parser=parser("prepare"))
             # The run may have been trained on a prepared dataset; this one is made of the tables.
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, prepared=None))
         own, last = load_config(run.config), latest_checkpoint(run.checkpoints)
@@ -49,9 +48,3 @@ def main(config: Config, options: Namespace) -> None:
     prepare_dataset(config.data, options.out, options.memory, schema)
     print(Summary.load(options.out / "summary.json"))
     print(f"{options.out} is written; train with --data.prepared {options.out}")
-
-
-def _takes_only(arguments: Sequence[str], option: str) -> None:
-    named = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
-    if wrong := [name for name in named if name != option]:
-        raise ConfigError(f"{option} takes no other option, not {wrong[0]}")

@@ -16,7 +16,7 @@ WITH_FOLLOW = ("--resume", "--follow", *OF_FOLLOW, *_TABLES)
 
 def main(config: Config, options: Namespace) -> None:
     """Trains or resumes a run, and prints its metrics."""
-    named = [argument.split("=")[0] for argument in options.arguments if argument.startswith("--")]
+    named = options.named
     tables = {name: getattr(config.data, name) for option, name in _TABLES.items() if option in named}
     if options.follow is None and (other := next((name for name in named if name in OF_FOLLOW), None)):
         raise ConfigError(f"{other} belongs to --follow")

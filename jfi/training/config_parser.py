@@ -49,7 +49,8 @@ def parse_config(
         parser: of the command's own options.
 
     Returns:
-        The config, and the command's own options, with all `arguments` under this name.
+        The config, and the command's own options, with all `arguments` under this name, and the options that they name
+        as `named`.
 
     Raises:
         ConfigError: an unknown key, a wrong value or an unreadable file.
@@ -60,15 +61,20 @@ def parse_config(
     """
     others = [] if parser is None else [option for one in parser._actions for option in one.option_strings]
     # Settings are taken out first: argparse takes --data.label='a == 1' for a value of --seeds, since it has a space.
-    left, settings, rest = [*arguments], [], []
+    left, given, rest = [*arguments], [], []
     while left:
-        one = left.pop(0)
-        is_setting = one.startswith("--") and one.partition("=")[0] not in others
-        (settings if is_setting else rest).append(one)
-        if is_setting and "=" not in one and left and not left[0].startswith("--"):
-            settings.append(left.pop(0))
+        option, is_joined, value = left.pop(0).partition("=")
+        if not option.startswith("--") or option in others:
+            rest.append(option + is_joined + value)
+            continue
+        hint = _type_of(option, others)
+        if not is_joined and (not left or left[0].startswith("--")):
+            raise ConfigError(f"{option}: expected one argument")
+        given.append((option, value if is_joined else left.pop(0), hint))
     own, unknown = (argparse.Namespace(), rest) if parser is None else parser.parse_known_args(rest)
-    given, tree, lines = [*_options([*settings, *unknown], others)], Config().as_dict(), _Lines()
+    if unknown:
+        raise ConfigError(f"unknown argument {unknown[0].partition('=')[0]}")
+    tree, lines = Config().as_dict(), _Lines()
     for option, value, _ in given:
         if option == "--config":
             _read_file(tree, value, lines)
@@ -87,6 +93,7 @@ def parse_config(
     except msgspec.ValidationError as error:  # of values that are each of their types, so one of a section's own checks
         raise ConfigError(lines.located(str(error.__cause__ or error))) from None
     own.arguments = list(arguments)
+    own.named = [one.partition("=")[0] for one in arguments if one.startswith("--")]
     return config, own
 
 
@@ -174,26 +181,19 @@ class _Source:
         return ConfigError(shorten(f"{where}{what}"))
 
 
-def _options(rest: Sequence[str], others: list[str]) -> Iterator[tuple[str, str, object]]:
-    """Yields the options of a command line, each with its value and the type of its setting."""
-    left = [*rest]
-    while left:
-        option, is_joined, value = left.pop(0).partition("=")
-        if not option.startswith("--"):
-            raise ConfigError(f"unknown argument {option}")
-        hint: object = Config
-        for part in [] if option == "--config" else option[2:].split("."):
-            if typing.get_origin(hint) is dict:
-                hint = typing.get_args(hint)[1]
-            elif dataclasses.is_dataclass(hint) and part in fields(hint):
-                hint = fields(hint)[part]
-            else:
-                known = [f"--{key}" for key, *_ in _leaves(Config, "")]
-                near = suggest(option, [*known, "--config", "--help", *others], cutoff=0.0)
-                raise ConfigError(f"unknown option {option}; {near}")
-        if not is_joined and (not left or left[0].startswith("--")):
-            raise ConfigError(f"{option}: expected one argument")
-        yield option, value if is_joined else left.pop(0), hint
+def _type_of(option: str, others: list[str]) -> object:
+    """Returns the type of the setting that an option of the command line sets."""
+    hint: object = Config
+    for part in [] if option == "--config" else option[2:].split("."):
+        if typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        elif dataclasses.is_dataclass(hint) and part in fields(hint):
+            hint = fields(hint)[part]
+        else:
+            known = [f"--{key}" for key, *_ in _leaves(Config, "")]
+            near = suggest(option, [*known, "--config", "--help", *others], cutoff=0.0)
+            raise ConfigError(f"unknown option {option}; {near}")
+    return hint
 
 
 def _override(tree: dict, option: str, value: str, hint: object, lines: _Lines) -> None:

@@ -217,12 +217,7 @@ def read_metrics(path: Path, length: int | None = None) -> list[dict]:
     Raises:
         ConfigError: a line is damaged; the message names the file and the line.
     """
-    return [] if length == 0 else parse_metrics(path, path.read_bytes()[:length])
-
-
-def parse_metrics(path: Path, content: bytes) -> list[dict]:
-    """The lines of a `metrics.jsonl` of this content; `path` is for messages. Raises as `read_metrics`."""
-    records = []
+    records, content = [], b"" if length == 0 else path.read_bytes()[:length]
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
             record = json.loads(line)

@@ -23,7 +23,7 @@ from jfi.training.checkpoints.checkpoint import (
 from jfi.training.config import Config, ConfigError, TrainingConfig
 from jfi.training.metrics.calibration import Calibration
 from jfi.training.metrics.label_metrics import LESS_IS_BETTER
-from jfi.training.run.recorder import DATA, parse_metrics
+from jfi.training.run.recorder import DATA, read_metrics
 from jfi.training.run.run_folder import RunFolder
 
 #: Above this AUC of explicit labels an input usually reveals the label.
@@ -360,7 +360,7 @@ def _check_metrics(run: RunFolder, progress: RunPosition) -> None:
             f"--resume {run.path}: {run.metrics} is missing or shorter than the {length} bytes in the checkpoint"
         )
     if hashlib.sha256(content).hexdigest() != progress.log_sha256:
-        parse_metrics(run.metrics, content)  # names the line if it is no JSON
+        read_metrics(run.metrics, length)  # names the line if it is no JSON
         raise ConfigError(
             f"--resume {run.path}: the first {length} bytes of {run.metrics} are not those at the checkpoint"
         )
