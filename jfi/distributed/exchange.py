@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 
+from jfi.ops.push import push
 from jfi.utils import compat
 
 _ALIGNMENT = 256
@@ -140,9 +141,7 @@ class PeerMemory:
         self._used += _aligned(len(sent) * chunk * row)
         if self._used > self._memory.size(0):
             return None
-        from jfi.kernels.exchange import push  # needs Triton
-
-        push.push(rows.contiguous(), target, self._addresses, offset + self.pg.rank() * chunk * row, shared)
+        push(rows.contiguous(), target, self._addresses, offset + self.pg.rank() * chunk * row, shared)
         self._handle.barrier(channel=0)
         begin = offset + (sources[0] if sources else 0) * chunk * row
         arrived = self._memory[begin : begin + len(sources) * chunk * row].view(rows.dtype)

@@ -13,7 +13,6 @@ from torch import Tensor
 from benchmarks.sent_bytes import SentBytes
 from jfi.distributed import exchange
 from jfi.distributed.exchange import Exchange, PeerMemory, are_peers
-from jfi.kernels.exchange import push
 
 SIZE = 3
 LOCK = threading.Lock()
@@ -73,9 +72,12 @@ def on_all_ranks(run: Callable[[PeerMemory], object]) -> list:
         except BaseException as error:
             errors.append(error)
 
-    memory = mock.patch.object(exchange, "compat", SimpleNamespace(symmetric_memory=SharedMemory()))
-    pushes = mock.patch.object(push, "push", locked(push.push))
-    with memory, pushes, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+    patches = mock.patch.multiple(
+        exchange,
+        push=locked(exchange.push),
+        compat=SimpleNamespace(symmetric_memory=SharedMemory()),
+    )
+    with patches, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(SIZE)]
         for one in threads:
             one.start()

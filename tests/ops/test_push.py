@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jfi.kernels.exchange.push import push
+from jfi.ops.push import push
 
 
 @pytest.mark.parametrize("shared", [False, True])

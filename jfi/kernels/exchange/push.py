@@ -1,4 +1,4 @@
-"""Copies from a tensor into the memory of several GPUs of a host, one kernel."""
+"""Copies from a tensor into the memory of several GPUs, one kernel."""
 
 from functools import cache
 
@@ -32,14 +32,6 @@ def _launcher(unit: int) -> Launcher:
 
 
 def push(rows: Tensor, targets: Tensor, addresses: Tensor, offset: int, shared: bool) -> None:
-    """Writes rows to the memory of K GPUs, in one kernel, without a barrier.
-
-    Args:
-        rows: contiguous, for each target equally many, one after the other, or with `shared` all; of 4n bytes each.
-        targets: [K] int64, indices of addresses.
-        addresses: [W] int64, of memory that this GPU can write to, multiples of 16.
-        offset: first byte of that memory to write, a multiple of 4.
-    """
     size = rows.numel() * rows.element_size() // (1 if shared else max(targets.size(0), 1))
     if not size or not targets.size(0):
         return
