@@ -204,43 +204,32 @@ def test_ctrl_c_while_a_command_imports_is_one_line_and_waiting_threads_sleep(tm
     assert (process.returncode, errors) == (130, "stopped by SIGINT\n")
 
 
-def test_ctrl_c_in_a_command_that_has_begun_lets_it_clean_up():
-    script = """
+@pytest.mark.parametrize(
+    ("name", "rank", "expected"),
+    [
+        ("SIGINT", None, (130, "cleaned up\n", "stopped by SIGINT\n")),
+        ("SIGTERM", None, (143, "cleaned up\n", "stopped by SIGTERM\n")),
+        # torchrun stops processes that may wait in C++ for one that has failed.
+        ("SIGINT", "0", (130, "cleaned up\n", "stopped by SIGINT\n")),
+        ("SIGTERM", "0", (-15, "", "")),
+    ],
+)
+def test_a_signal_lets_a_command_that_has_begun_clean_up(name, rank, expected, tmp_path):
+    """Also within `exec`, after which Python would end a module with SIGINT, whatever its exit code is."""
+    (tmp_path / "command.py").write_text(f"""
 import signal, sys
 from jfi.utils.exit_codes import begin_command, run_command
 
 def main():
     try:
-        signal.raise_signal(signal.SIGINT)
+        exec("signal.raise_signal(signal.{name})")
     finally:
         print("cleaned up")
 
 begin_command()
 sys.exit(run_command(main))
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (run.returncode, run.stdout, run.stderr) == (130, "cleaned up\n", "stopped by SIGINT\n")
-
-
-def test_sigterm_lets_a_command_that_has_begun_clean_up_but_under_torchrun():
-    """torchrun stops processes that may wait in C++ for one that has failed."""
-    script = """
-import signal, sys
-from jfi.utils.exit_codes import begin_command, run_command
-
-def main():
-    try:
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        print("cleaned up")
-
-begin_command()
-sys.exit(run_command(main))
-"""
-    kept = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
-    for env, expected in (
-        (kept, (143, "cleaned up\n", "stopped by SIGTERM\n")),
-        (kept | {"LOCAL_RANK": "0"}, (-15, "", "")),
-    ):
-        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
-        assert (run.returncode, run.stdout, run.stderr) == expected
+""")
+    env = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
+    env |= {"PYTHONPATH": f"{tmp_path}:{ROOT}"} | ({} if rank is None else {"LOCAL_RANK": rank})
+    run = subprocess.run([sys.executable, "-m", "command"], capture_output=True, text=True, env=env)
+    assert (run.returncode, run.stdout, run.stderr) == expected

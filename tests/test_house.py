@@ -23,11 +23,11 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1759,
     "serving": 5627,
-    "state": 1917,
+    "state": 1911,
     "table1": 1135,
     "tables": 3175,
-    "training": 6942,
-    "utils": 1842,
+    "training": 6941,
+    "utils": 1846,
 }
 
 

@@ -24,8 +24,7 @@ from jfi.data.errors import DataError
 from jfi.data.setting_types import describe, fields
 from jfi.training.config import Config, ConfigError
 from jfi.training.config_yaml import read_yaml
-from jfi.utils.errors import suggest
-from jfi.utils.exit_codes import shorten
+from jfi.utils.errors import shorten, suggest
 from jfi.utils.files import is_storage_fault, write_file
 
 #: Version of the settings' meaning; a config of another one is refused. Version 6 has fewer settings than 5.

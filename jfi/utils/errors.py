@@ -101,3 +101,9 @@ def memory_cause(error: BaseException) -> str | None:
             return None if is_absurd else line
         error = error.__cause__ or error.__context__
     return None
+
+
+def shorten(text: str) -> str:
+    """The text in one line of at most 500 characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= 500 else f"{line[:499]}…"

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from jfi.utils.errors import InputError, import_line, memory_cause, memory_line
+from jfi.utils.errors import InputError, import_line, memory_cause, memory_line, shorten
 from jfi.utils.files import naming
 
 SUCCESS, DIVERGED, WRONG_INPUT, STORAGE, MEMORY = range(5)
@@ -49,8 +49,12 @@ def _exit_at_once(signum: int, frame: object) -> None:
     os._exit(128 + signum)
 
 
+class _Stopped(KeyboardInterrupt):
+    """A signal that ends a command; after a plain KeyboardInterrupt out of `exec` Python ignores the exit code."""
+
+
 def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt(signum)
+    raise _Stopped(signum)
 
 
 def run_command(main: Callable[[], int | None], imports: Callable[[], object] = lambda: None) -> int:
@@ -66,7 +70,7 @@ def run_command(main: Callable[[], int | None], imports: Callable[[], object] = 
     try:
         imports()
         if signal.getsignal(signal.SIGINT) is _exit_at_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, _interrupt)
             if "LOCAL_RANK" not in os.environ:  # torchrun stops processes that may wait in C++ for one that has failed
                 signal.signal(signal.SIGTERM, _interrupt)
         code = int(main() or SUCCESS)
@@ -116,12 +120,6 @@ def _describe(error: BaseException) -> tuple[str, int | None]:
         return f"error: {error}", DIVERGED
     line = str(error) if is_input else import_line(error)
     return ("", None) if line is None else (f"error: {line}", WRONG_INPUT)
-
-
-def shorten(text: str) -> str:
-    """The text in one line of at most 500 characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= 500 else f"{line[:499]}…"
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
