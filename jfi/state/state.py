@@ -24,12 +24,6 @@ _MAX_IDS = 256
 _NO_IDS = np.zeros(0, np.uint64)
 
 
-class _Format(msgspec.Struct):
-    """What all formats of a state's description have."""
-
-    format: int
-
-
 @dataclass(frozen=True)
 class Added:
     """Counts the events of a body that are new, and those that were there already."""
@@ -300,7 +294,7 @@ def _decoded(found: bytes | None) -> StateInfo:
     if found is None:
         raise StateError("the store has no state of users; `jfi state load` makes one")
     with finding_damage("its description"):
-        made = msgspec.json.decode(found, type=_Format).format
+        made = msgspec.json.decode(found, type=dict)["format"]
         if made != FORMAT:
             what = f"has format {made}, but this version reads format {FORMAT}"
             raise StateError(f"the state of users {what}; load it from the log by `jfi state load`")
