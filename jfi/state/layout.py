@@ -33,12 +33,10 @@ MARGIN = 64
 #: The format of stores that this version reads.
 FORMAT = 2
 _DTYPES = {"text": "<i4", "texts": "<i4", "number": "<f8", "sid": "<i8", "session": "<u8"}
-_KINDS: dict[str, Literal["text", "texts", "number", "sid"]] = {
-    "category": "text",
-    "slots": "texts",
-    "quantile": "number",
-    "sid": "sid",
-}
+Kind = Literal["text", "texts", "number", "sid", "session"]
+#: By kind of a field that a model reads, and by what a policy reads it for, the kind of its column.
+KINDS: dict[str, Kind] = {"category": "text", "slots": "texts", "quantile": "number", "sid": "sid"}
+POLICY_KINDS: dict[str, Kind] = {"dwell": "number", "surface": "text", "session": "session"}
 
 
 class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +50,7 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    kind: Literal["text", "texts", "number", "sid", "session"]
+    kind: Kind
     size: int = 1
     layout: dict[str, int] = {}
 
@@ -161,19 +159,14 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
         if any(one.name == name for one in schema.event):
             raise StateError(f"an event has a field '{name}', which is one of the server's own; rename the column")
     columns = [
-        Column(one.name, _KINDS[one.kind], len(one.keys) if one.kind == "slots" else 1, one.layout)
+        Column(one.name, KINDS[one.kind], len(one.keys) if one.kind == "slots" else 1, one.layout)
         for one in schema.event
-        if one.kind in _KINDS
+        if one.kind in KINDS
     ]
     if schema.policy is not None:
-        kinds: dict[str, Literal["text", "number", "session"]] = {
-            "dwell": "number",
-            "surface": "text",
-            "session": "session",
-        }
         known = {one.name for one in columns}
         fields = schema.policy.fields().items()
-        columns += [Column(one.name, kinds[of]) for of, one in fields if one.name not in known]
+        columns += [Column(one.name, POLICY_KINDS[of]) for of, one in fields if one.name not in known]
     item = schema.item_id if any(one.name == schema.item_id and one.kind == "text" for one in columns) else None
     is_numbered = item is None or all(map(is_integer, schema.vocabularies.get(item, [])))
     past = None if schema.past is None else comparable(schema.past, schema)

@@ -7,18 +7,15 @@ import numpy as np
 
 from jfi.serving.schema import Field, Schema
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.state.layout import EventLayout
+from jfi.state.layout import KINDS, POLICY_KINDS, EventLayout
 from jfi.state.stores import StateError
 from jfi.utils.encoding import HashBuckets, HashedIds, cross, quantile_ids
 
 Encoding = KnownValues | HashBuckets | HashedIds
 #: Gives the texts of numbers of a dictionary.
 Texts = Callable[[str, list[int]], list[str | None]]
-_KIND = {"category": "text", "slots": "texts", "quantile": "number", "sid": "sid"}
 #: Crosses whose ids are kept in memory.
 _MAX_CROSSES = 1_000_000
-#: By what a policy reads the kinds of columns that have it.
-_OF_POLICY = {"dwell": ("number",), "surface": ("text",), "session": ("session", "text")}
 _SHOWN = {"text": "texts", "texts": "lists of texts", "number": "numbers", "sid": "semantic IDs"}
 
 
@@ -37,11 +34,12 @@ class ModelIds:
 
     def __init__(self, layout: EventLayout, schema: Schema, known: Mapping[str, Encoding], texts: Texts) -> None:
         for one in schema.event:
-            for name in one.columns if one.kind == "cross" else [one.name] if one.kind in _KIND else []:
+            for name in one.columns if one.kind == "cross" else [one.name] if one.kind in KINDS else []:
                 _check(layout, one, name)
         for role, one in ({} if schema.policy is None else schema.policy.fields()).items():
             column = layout.columns.get(one.name)
-            if column is None or column.kind not in _OF_POLICY[role]:
+            kinds = {POLICY_KINDS[role], "text" if role == "session" else None}  # the model may read sessions too
+            if column is None or column.kind not in kinds:
                 what = f"no field '{one.name}' that is the {role} of the model's policy"
                 raise StateError(f"the events of the state have {what}; load them by `jfi state load`")
         if any(one.kind == "sid" for one in schema.event) and schema.codec != layout.info.codec:
@@ -100,7 +98,7 @@ class ModelIds:
 
 def _check(layout: EventLayout, one: Field, name: str) -> None:
     """Checks that records have a column of a field that a model reads."""
-    column, kind = layout.columns.get(name), "text" if one.kind == "cross" else _KIND[one.kind]
+    column, kind = layout.columns.get(name), "text" if one.kind == "cross" else KINDS[one.kind]
     load = "load them by `jfi state load`"
     if column is None:
         raise StateError(f"the events of the state have no field '{name}', which the model reads; {load}")
