@@ -63,11 +63,10 @@ def schema_of(
             events.append(Field(name, "quantile", keys, edges=edges, default=default))
         if reads_age or policy is not None:
             events.append(Field(AGE, "age", num_buckets=NUM_AGE_BUCKETS))
+    items, numbers = _categories(data, "item"), config.names("item", "number")
     return Schema(
         _categories(data, "user") + _numbers(data, config.names("user", "number")),
-        _categories(data, "item")
-        + _categories(data, "context")
-        + _numbers(data, config.names("item", "number") + config.names("context", "number")),
+        items + _categories(data, "context") + _numbers(data, numbers + config.names("context", "number")),
         events,
         {
             name: list(vocabulary.values)
@@ -81,6 +80,7 @@ def schema_of(
         [label.task for label in data.labels],
         user_id=config.user,
         item_id=config.item,
+        item_columns=[one.name for one in items if one.name != config.item] + numbers,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jfi.serving.counters import RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
-from jfi.serving.schema import Field, Limits, Schema, bounded_fields, request_schema, schemas_of
+from jfi.serving.schema import KINDS, Field, Limits, Schema, request_schema
 from jfi.serving.validation import (
     BadRequestError,
     Place,
@@ -20,6 +20,7 @@ from jfi.serving.validation import (
     Values,
     check_count,
     check_names,
+    check_required,
     columns_of,
     ids_of,
     lists,
@@ -137,8 +138,7 @@ class RequestReader:
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
-        of = {"user": self.schema.user, "candidates": self.schema.candidate, "history": self.schema.event}
-        fields = {part: schemas_of(kinds, bounded_fields(of[part])) for part, kinds in self.fields.items()}
+        fields = {part: {name: KINDS[kind] for name, kind in kinds.items()} for part, kinds in self.fields.items()}
         user_id = self.schema.user_id if self.has_state else None
         until = 0.0 if self._past is None else self._past.fields.until
         return request_schema(fields, self.schema.codec, self.limits, self._answer, self._statistics, user_id, until)
@@ -190,7 +190,8 @@ class RequestReader:
                 parts = [part for part in parts if part != HISTORY]
                 if "user" in request:
                     request, stored = self._of_state(request, time.time() if now is None else now)
-        check_names("the request", request, parts, self._optional)
+        check_names("the request", request, {*parts, *self._optional})
+        check_required("the request", request, parts)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
             got = shown(request[CODEC])
             raise BadRequestError(
@@ -203,14 +204,17 @@ class RequestReader:
         unused = {part: name for part, name in unused.items() if not _has_any(request[part], [name])}
         names = [one for one in self.fields["candidates"] if one not in (*left_out, unused.get("candidates"))]
         candidates = Rows("candidates", given, names)
+        candidates.require(names)
         if not (count := len(candidates)):
             raise BadRequestError("candidates must not be empty")
-        history = Rows("history", request.get("history", []), [*self.fields.get("history", ())])
-        history.keep_last(self.limits.max_history)
+        known = self.fields.get("history", {})
+        history = Rows("history", request.get("history", []), known, self.limits.max_history)
+        history.require(known)
 
         of_user = [one for one in self.fields["user"] if one != unused.get("user")]
         values = columns_of([request["user"]], of_user, _place_of_user)
-        user, columns = self._encode(self.schema.user, values, _place_of_user), candidates.columns()
+        check_required("user", values, of_user)
+        user, columns = self._encode(self.schema.user, values, _place_of_user), candidates.columns
         statistics = [one for one in self.schema.candidate if one.name in left_out]  # behind all other fields
         plain = self.schema.candidate[: len(self.schema.candidate) - len(statistics)]
         candidate = self._encode(plain, columns, candidates.place)
@@ -225,7 +229,7 @@ class RequestReader:
             else:
                 found = self._past(name, items, ids, now)
                 candidate.dense += self._encode(statistics, found, candidates.place).dense
-        event, num_events, weights = (_Encoded(), 0, None) if stored else self._encode_history(history)
+        event, num_events, weights = (Encoded(), 0, None) if stored else self._encode_history(history)
         dense_columns = [column.repeat(count) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
         dense = np.stack(dense_columns, axis=1) if dense_columns else np.zeros((count, 1), np.float32)
@@ -291,7 +295,7 @@ class RequestReader:
             return np.arange(len(ages)), None
         return self._policy(ages, *engagement)
 
-    def _ids_of_columns(self, candidate: "_Encoded") -> dict[str, np.ndarray]:
+    def _ids_of_columns(self, candidate: "Encoded") -> dict[str, np.ndarray]:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
         found = {}
         for column in self._past.fields.columns.values():
@@ -299,13 +303,13 @@ class RequestReader:
             found[column.key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
         return found
 
-    def _encode_history(self, history: Rows) -> "tuple[_Encoded, int, np.ndarray | None]":
+    def _encode_history(self, history: Rows) -> "tuple[Encoded, int, np.ndarray | None]":
         """The events that the policy keeps, their number and their weights, if any."""
         if not len(history):
             none = np.zeros(0, np.int64)
             ids = {key: none for one in self.schema.event for key in one.keys}
-            return _Encoded(ids, ages=none), 0, None
-        columns, place, weights, kept = history.columns(), history.place, None, len(history)
+            return Encoded(ids, ages=none), 0, None
+        columns, place, weights, kept = history.columns, history.place, None, len(history)
         if self._policy is not None:
             rows, weights = self._choose(columns, place)
             stay, kept = rows.tolist(), len(rows)
@@ -329,9 +333,9 @@ class RequestReader:
             found[role] = columns[one.name]
         return self._policy(*found.values())
 
-    def _encode(self, fields: list[Field], columns: Mapping[str, Values], place: Place) -> "_Encoded":
+    def _encode(self, fields: list[Field], columns: Mapping[str, Values], place: Place) -> "Encoded":
         """Encodes the user, the candidates or the events."""
-        encoded = _Encoded()
+        encoded = Encoded()
         for one in fields:
             if one.kind == "cross":
                 parts = [texts(replace(one, name=name), columns[name], place) for name in one.columns]
@@ -373,7 +377,7 @@ def _place_of_user(_: int, field: str) -> str:
 
 
 @dataclass
-class _Encoded:
+class Encoded:
     """The encoded fields of the user, of the candidates or of the events."""
 
     ids: dict[str, np.ndarray] = field(default_factory=dict)
@@ -382,7 +386,7 @@ class _Encoded:
     dense: list[np.ndarray] = field(default_factory=list)
 
 
-def _add_numbers(encoded: _Encoded, one: Field, values: Values, place: Place) -> None:
+def _add_numbers(encoded: Encoded, one: Field, values: Values, place: Place) -> None:
     found = numbers(one, values, place)
     if one.kind == "age":
         encoded.ages = age_buckets(found, one.num_buckets)

@@ -18,10 +18,9 @@ MAX_VALUES = 1000
 LATEST = 1e11
 #: Bytes of the longest id of a user; LMDB's keys have 511 bytes at most.
 LONGEST_ID = 480
-#: Bytes of the longest text of a column with a capacity: its hash takes one step after the other for each 8 bytes.
-LONGEST_RAW = 1024
-_VALUE = {"type": ["string", "number", "boolean", "null"]}
-_RAW = _VALUE | {"maxLength": LONGEST_RAW}
+#: Bytes of the longest text of a value.
+LONGEST_TEXT = 1024
+_VALUE = {"type": ["string", "number", "boolean", "null"], "maxLength": LONGEST_TEXT}
 _LIST = {"type": ["array", "null"], "items": _VALUE, "maxItems": MAX_VALUES}
 _TEXT_OF_LIST = f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null"
 _FLOAT32 = {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
@@ -29,8 +28,6 @@ _FLOAT32 = {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
 KINDS: dict[str, dict] = {
     "category": {"description": "a string, a number or a boolean, or null", **_VALUE},
     "categories": {"description": _TEXT_OF_LIST, **_LIST},
-    "raw": {"description": f"a string of at most {LONGEST_RAW} bytes, a number or a boolean, or null", **_RAW},
-    "raws": {"description": f"{_TEXT_OF_LIST}; each of at most {LONGEST_RAW} bytes", **_LIST, "items": _RAW},
     "slots": {"description": _TEXT_OF_LIST, **_LIST},
     "number": {"description": "a finite number of float32's range, or null", "type": ["number", "null"], **_FLOAT32},
     "quantile": {"description": "a finite number, or null", "type": ["number", "null"]},
@@ -86,17 +83,6 @@ class Field:
         if self.capacity:
             return HashedIds(self.capacity)
         return HashBuckets(self.num_buckets) if self.num_buckets else None
-
-
-def schemas_of(kinds: Mapping[str, str], bounded: Collection[str]) -> dict[str, dict]:
-    """Returns by name the JSON Schemas of values of these kinds; the texts of `bounded` have a bound."""
-    raw = {"category": "raw", "categories": "raws", "slots": "raws"}
-    return {name: KINDS[raw.get(kind, kind) if name in bounded else kind] for name, kind in kinds.items()}
-
-
-def bounded_fields(fields: Sequence[Field]) -> set[str]:
-    """Returns the names of fields whose texts are hashed as raw ids, which takes long for a long text."""
-    return {name for one in fields if one.capacity for name in one.columns or [one.name]}
 
 
 @dataclass(frozen=True)
@@ -199,6 +185,7 @@ class Schema:
         past: the artifact's own statistics, or None: then a request must have those that the model reads.
         user_id: name of the column of the user's id, whether the model reads it or not.
         item_id: name of the column of the item's id, likewise.
+        item_columns: names of the fields of a candidate that are columns of the item, and not of the interaction.
     """
 
     user: list[Field]
@@ -212,6 +199,7 @@ class Schema:
     past: PastFields | None = None
     user_id: str | None = None
     item_id: str | None = None
+    item_columns: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

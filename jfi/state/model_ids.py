@@ -7,7 +7,7 @@ import numpy as np
 
 from jfi.serving.schema import Field, Schema
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.state.layout import KINDS, POLICY_KINDS, EventLayout
+from jfi.state.layout import KINDS, POLICY_KINDS, Column, EventLayout
 from jfi.state.stores import StateError
 from jfi.utils.encoding import HashBuckets, HashedIds, cross, quantile_ids
 
@@ -35,7 +35,7 @@ class ModelIds:
     def __init__(self, layout: EventLayout, schema: Schema, known: Mapping[str, Encoding], texts: Texts) -> None:
         for one in schema.event:
             for name in one.columns if one.kind == "cross" else [one.name] if one.kind in KINDS else []:
-                _check(layout, one, name)
+                check_column("events", name, layout.columns.get(name), one)
         for role, one in ({} if schema.policy is None else schema.policy.fields()).items():
             column = layout.columns.get(one.name)
             kinds = {POLICY_KINDS[role], "text" if role == "session" else None}  # the model may read sessions too
@@ -47,7 +47,7 @@ class ModelIds:
             raise StateError(f"the events of the state have {what}; load them by `jfi state load`")
         self._fields = [one for one in schema.event if one.kind != "age"]
         self._ids = {
-            one.name: _Ids(one.name, known[one.name], one, texts)
+            one.name: Ids(one.name, known[one.name], one, texts)
             for one in self._fields
             if one.kind in ("category", "slots")
         }
@@ -96,23 +96,29 @@ class ModelIds:
         return found
 
 
-def _check(layout: EventLayout, one: Field, name: str) -> None:
-    """Checks that records have a column of a field that a model reads."""
-    column, kind = layout.columns.get(name), "text" if one.kind == "cross" else KINDS[one.kind]
-    load = "load them by `jfi state load`"
+def check_column(of: str, name: str, column: Column | None, one: Field) -> None:
+    """Checks that records have a column of a field that a model reads.
+
+    Args:
+        of: what the records are of, "events", "items" or "users".
+        name: of the column.
+        column: of that name, or None.
+        one: the field.
+    """
+    kind, load = "text" if one.kind == "cross" else KINDS[one.kind], "load them by `jfi state load`"
     if column is None:
-        raise StateError(f"the events of the state have no field '{name}', which the model reads; {load}")
+        raise StateError(f"the {of} of the state have no field '{name}', which the model reads; {load}")
     if column.kind != kind:
         had = _SHOWN.get(column.kind, "hashes of sessions")
         raise StateError(
-            f"the field '{name}' of the state's events has {had}, and the model reads {_SHOWN[kind]}; {load}"
+            f"the field '{name}' of the state's {of} has {had}, and the model reads {_SHOWN[kind]}; {load}"
         )
-    if kind == "texts" and column.size < len(one.keys):
+    if kind == "texts" and column.size and column.size < len(one.keys):
         what = f"the first {column.size} values of a list, and the model reads {len(one.keys)}"
-        raise StateError(f"the field '{name}' of the state's events has {what}; {load}")
+        raise StateError(f"the field '{name}' of the state's {of} has {what}; {load}")
 
 
-class _Ids:
+class Ids:
     """The ids of a column's numbers, which are read as they come up.
 
     Args:

@@ -1,7 +1,7 @@
 """The newest events of users, read for requests and written as events arrive."""
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import msgspec
@@ -10,6 +10,7 @@ import numpy as np
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import PastFields
 from jfi.serving.validation import BadRequestError
+from jfi.state.columns import Entity, Values, layouts_of, write_columns
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import SentEvents
@@ -99,6 +100,8 @@ class UserState:
         #: Numbers and texts that were read.
         self._cache = Cache()
         self._ids = ModelIds(self.layout, schema, reader.known, self.texts)
+        #: By entity the records of its columns.
+        self.tables = layouts_of(info)
         #: The statistics of the past that events are counted in, or None.
         self.counters = None
         if info.past is not None:
@@ -169,12 +172,25 @@ class UserState:
         self._cache.keep(new)
         return results
 
-    def delete(self, user: str) -> bool:
-        """Removes a user's events and their ids; returns whether there were any. Statistics of the past stay."""
+    def put(self, of: Entity, name: str, columns: Mapping[str, Values]) -> None:
+        """Writes the columns of an item or a user, in place of those that were there; one that is not given is missing.
+
+        Raises:
+            StoreUnavailableError: the store does not answer, and it is unknown whether they were written.
+            StateError: the state is damaged, and nothing was written.
+        """
+        check = lambda get: self._check_info(*get([_INFO]))  # noqa: E731
+        write_columns(self.store, self.tables[of], [name], columns, self._cache, check)
+
+    def delete(self, of: Entity, name: str) -> bool:
+        """Removes the columns of an item or a user, and a user's events and their ids; returns whether there were any.
+
+        Statistics of the past stay.
+        """
         found: list[bool] = []
 
         def change(get: Get) -> Changes:
-            keys = user_key(user), _ids_key(user)
+            keys = [self.tables[of].key(name), *([user_key(name), _ids_key(name)] if of == "user" else [])]
             info, *values = get([_INFO, *keys])
             self._check_info(info)
             found[:] = [value is not None for value in values]

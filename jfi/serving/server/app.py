@@ -2,7 +2,8 @@
 
 POST /score          a request -> {"scores": [...]}
 POST /events         with a state of users: events -> {"added": 1, "repeated": 0}, once they are stored
-DELETE /users/ID     with a state of users: removes a user's events -> {"deleted": true}
+PUT /items/ID        with a state of users: columns, in place of the item's -> {"stored": true}; so too /users/ID
+DELETE /users/ID     with a state of users: removes a user's events and columns -> {"deleted": true}; so too /items/ID
 GET  /schema         the JSON Schema of a request
 GET  /schema/events  with a state of users: the JSON Schema of events
 GET  /health         {"status": "ok", ...}: what serves, and how much of it is in use

@@ -146,7 +146,7 @@ def test_a_user_who_is_deleted_stays_in_the_counters(log, tmp_path, new_store):
     replay = Replay(log, CASES["labels"], tmp_path, new_store(), 400)
     request = replay.request("u3", log[399]["timestamp"] + 60)
     (before,) = replay.state.fill([replay.reader(request)])
-    assert before.num_events == 20 and replay.state.delete("u3")
+    assert before.num_events == 20 and replay.state.delete("user", "u3")
     (after,) = replay.state.fill([replay.reader(request)])
     assert after.num_events == 0
     np.testing.assert_array_equal(after.dense, before.dense)
