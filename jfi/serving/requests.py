@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jfi.serving.counters import RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.schema import Field, Limits, Schema, bounded_fields, request_schema, schemas_of
 from jfi.serving.validation import (
@@ -78,9 +77,10 @@ class RequestReader:
         limits: the limits of a request.
         policy: chooses among the events, with `schema.policy`.
         answer: what a score is.
-        past: the artifact's own statistics, with `schema.past`.
         has_state: whether a request without events has those of the state of users.
-        has_counters: whether the statistics of such a request are those of the state, too.
+
+    Raises:
+        ValueError: the model reads statistics of the past, and there is no state.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class RequestReader:
         limits: Limits,
         policy: RequestPolicy | None = None,
         answer: str = "logit",
-        past: RequestStatistics | None = None,
         has_state: bool = False,
-        has_counters: bool = False,
     ) -> None:
-        self.has_state, self._has_counters = has_state, has_counters
-        self.schema, self.limits, self._policy, self._answer, self._past = schema, limits, policy, answer, past
+        if schema.past is not None and not has_state:
+            raise ValueError("the model reads statistics of the past, which only a state of users has")
+        self.has_state = has_state
+        self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
         #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
         self._of_policy: dict[str, Field] = {}
         if schema.policy is not None:
@@ -103,10 +103,13 @@ class RequestReader:
         self.known: dict[str, KnownValues | HashBuckets | HashedIds] = {
             column: KnownValues(values) for column, values in schema.vocabularies.items()
         }
-        for one in schema.user + schema.candidate + schema.event:
+        for one in schema.user + schema.candidate + schema.event + schema.counted:
             if (hashing := one.encoding()) is not None:
                 self.known[one.name] = hashing
-        parts = {"user": schema.user, "history": schema.event, "candidates": schema.candidate}
+        #: Fields of a candidate: those of the request, and the statistics, which are behind them.
+        count = len(schema.candidate) - (0 if schema.past is None else len(schema.past.names))
+        self._candidate, self._statistics = schema.candidate[:count], schema.candidate[count:]
+        parts = {"user": schema.user, "history": schema.event, "candidates": self._candidate}
         read = parts | {"history": [*schema.event, *self._of_policy.values()]}
         #: By part of a request the kinds of its fields by name; the policy may read fields that the model reads too.
         self.fields = {
@@ -114,16 +117,9 @@ class RequestReader:
             for part, fields in read.items()
             if fields or part != "history"
         }
-        #: Names of the statistics, which a request may leave out.
-        self._statistics: list[str] = []
-        #: By part of a request the field of an id that only they are looked up by: without them it may be left out.
-        self._ids: dict[str, str] = {}
-        if past is not None:
-            self._statistics = past.fields.names
-            own = {"user": past.fields.user, "candidates": past.fields.item}
-            self._ids = {part: name for part, name in own.items() if name not in self.fields[part]}
-            for part, name in self._ids.items():
-                self.fields[part][name] = "category"
+        if schema.past is not None:  # statistics are those of the ids, which the model may not read
+            self.fields["user"].setdefault(schema.past.user, "category")
+            self.fields["candidates"].setdefault(schema.past.item, "category")
         #: By field with a vocabulary, a key of its ids. Slots of a list are left out: 0 is an empty slot there too.
         self._categories = {
             f"{part}.{one.name}": one.keys[0]
@@ -133,15 +129,17 @@ class RequestReader:
         }
         self._parts = [*self.fields, *([] if schema.codec is None else [CODEC])]
         #: Parts that a request may have, for messages.
-        self._optional = [HISTORY, CONTEXT, TIME] if has_state else [TIME]
+        self._optional = [TIME]
+        if has_state:
+            self._optional = [*([HISTORY] if HISTORY in self.fields else []), CONTEXT, TIME]
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
         of = {"user": self.schema.user, "candidates": self.schema.candidate, "history": self.schema.event}
         fields = {part: schemas_of(kinds, bounded_fields(of[part])) for part, kinds in self.fields.items()}
         user_id = self.schema.user_id if self.has_state else None
-        until = 0.0 if self._past is None else self._past.fields.until
-        return request_schema(fields, self.schema.codec, self.limits, self._answer, self._statistics, user_id, until)
+        has_statistics = self.schema.past is not None
+        return request_schema(fields, self.schema.codec, self.limits, self._answer, user_id, has_statistics)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
@@ -169,63 +167,40 @@ class RequestReader:
         """
         if not isinstance(request, dict):
             raise BadRequestError(f"the request must be an object, got {shown(request)}")
-        try:
-            return self._read(request)
-        except BadRequestError as fault:
-            if any(f"'{name}'" in str(fault) for name in self._statistics):
-                which = f"all {len(self._statistics)} statistics of each candidate, or none"
-                raise BadRequestError(f"{fault}; send {which}, and the artifact looks them up") from None
-            raise
-
-    def _read(self, request: dict) -> Request:
-        now = stored = None
+        now, stored, has_history = None, None, HISTORY in request
         check_count("candidates", request.get("candidates"), self.limits.max_candidates)
         if TIME in request:
-            now = read_time(request[TIME], TIME, 0.0 if self._past is None else self._past.fields.until)
+            now = read_time(request[TIME], TIME)
             request = {name: part for name, part in request.items() if name != TIME}
         parts = self._parts
         if self.has_state:
             request = self._with_context(request)
-            if HISTORY not in request:
-                parts = [part for part in parts if part != HISTORY]
-                if "user" in request:
-                    request, stored = self._of_state(request, time.time() if now is None else now)
+            parts = parts if has_history else [part for part in parts if part != HISTORY]
+            if "user" in request and not (has_history and self.schema.past is None):
+                request, stored = self._of_state(request, time.time() if now is None else now)
         check_names("the request", request, parts, self._optional)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
             got = shown(request[CODEC])
             raise BadRequestError(
                 f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
             )
-        given = request["candidates"]
-        looks_up = self._statistics and not _has_any(given, self._statistics)
-        left_out = self._statistics if looks_up else []
-        unused = {} if looks_up else self._ids
-        unused = {part: name for part, name in unused.items() if not _has_any(request[part], [name])}
-        names = [one for one in self.fields["candidates"] if one not in (*left_out, unused.get("candidates"))]
-        candidates = Rows("candidates", given, names)
+        candidates = Rows("candidates", request["candidates"], [*self.fields["candidates"]])
         if not (count := len(candidates)):
             raise BadRequestError("candidates must not be empty")
         history = Rows("history", request.get("history", []), [*self.fields.get("history", ())])
         history.keep_last(self.limits.max_history)
 
-        of_user = [one for one in self.fields["user"] if one != unused.get("user")]
-        values = columns_of([request["user"]], of_user, _place_of_user)
+        values = columns_of([request["user"]], [*self.fields["user"]], _place_of_user)
         user, columns = self._encode(self.schema.user, values, _place_of_user), candidates.columns()
-        statistics = [one for one in self.schema.candidate if one.name in left_out]  # behind all other fields
-        plain = self.schema.candidate[: len(self.schema.candidate) - len(statistics)]
-        candidate = self._encode(plain, columns, candidates.place)
-        if looks_up:
-            own = self._past.fields
-            (name,) = texts(Field(own.user, "category"), values[own.user], _place_of_user)
-            items = texts(Field(own.item, "category"), columns[own.item], candidates.place)
-            ids = self._ids_of_columns(candidate)
-            if stored is not None and self._has_counters:
-                stored.items, stored.column_ids = items, ids
-                candidate.dense += [np.zeros(count, np.float32)] * len(statistics)
-            else:
-                found = self._past(name, items, ids, now)
-                candidate.dense += self._encode(statistics, found, candidates.place).dense
-        event, num_events, weights = (_Encoded(), 0, None) if stored else self._encode_history(history)
+        candidate = self._encode(self._candidate, columns, candidates.place)
+        if self.schema.past is not None:
+            item = self.schema.past.item
+            stored.items = texts(Field(item, "category"), columns[item], candidates.place)
+            stored.column_ids = self._ids_of_columns(candidate)
+            # Until the state is read each statistic is the training mean, as for null.
+            candidate.dense += [np.zeros(count, np.float32)] * len(self._statistics)
+        own = stored is None or not stored.reads_events
+        event, num_events, weights = self._encode_history(history) if own else (_Encoded(), 0, None)
         dense_columns = [column.repeat(count) for column in user.dense] + candidate.dense
         # As in training, a model without dense features reads a column of zeros.
         dense = np.stack(dense_columns, axis=1) if dense_columns else np.zeros((count, 1), np.float32)
@@ -253,8 +228,9 @@ class RequestReader:
         return {name: part for name, part in request.items() if name != CONTEXT} | {"candidates": given}
 
     def _of_state(self, request: dict, now: float) -> tuple[dict, StoredHistory]:
-        """The request with the user as an object of the fields that the model reads, and whose events to read."""
+        """The request with the user as an object of the fields that are read, and what the state is read for."""
         name, fields, user = self.schema.user_id, self.fields["user"], request["user"]
+        reads_events = HISTORY in self.fields and HISTORY not in request
         if not isinstance(user, dict):
             if others := [f"'{one}'" for one in fields if one != name]:
                 what = f"an object with '{name}' and {', '.join(others)}, which the model reads"
@@ -264,23 +240,21 @@ class RequestReader:
             raise BadRequestError(f"user lacks the field '{name}', by which the server knows the user's events")
         place = "user" if request["user"] is not user else f"user.{name}"
         (text,) = texts(Field(name, "category"), [user[name]], lambda *_: place)
-        text = read_id(user[name], text, place)
+        if reads_events:
+            text = read_id(user[name], text, place)
         kept = {one: value for one, value in user.items() if one != name or name in fields}
-        return request | {"user": kept}, StoredHistory(text, now)
+        return request | {"user": kept}, StoredHistory(text, now, reads_events)
 
     def with_statistics(self, request: Request, found: Mapping[str, np.ndarray]) -> Request:
-        """Returns a request with the statistics of its candidates, `[R]` by name, in place of zeros."""
-        fields = [one for one in self.schema.candidate if one.name in found]
-        dense = request.dense.copy()
-        dense[:, dense.shape[1] - len(fields) :] = np.stack(self._encode(fields, found, _place_of_user).dense, axis=1)
+        """Returns a request with the statistics of its candidates, `[R]` by name, in place of their means."""
+        dense, own = request.dense.copy(), self._encode(self._statistics, found, _place_of_user).dense
+        dense[:, dense.shape[1] - len(own) :] = np.stack(own, axis=1)
         return replace(request, dense=dense)
 
     def without_state(self, request: Request) -> Request:
-        """Returns a request as that of a new user, with the artifact's own statistics."""
-        if request.stored.items is not None:
-            stored = request.stored
-            found = self._past(stored.user, stored.items, stored.column_ids, stored.now)
-            request = self.with_statistics(request, found)
+        """Returns a request as that of a new user, whose statistics are the training means."""
+        if not request.stored.reads_events:
+            return request
         event, num_events, weights = self._encode_history(Rows(HISTORY, [], []))
         ids = request.ids | event.ids
         return replace(request, ids=ids, ages=event.ages, num_events=num_events, weights=weights)
@@ -294,7 +268,7 @@ class RequestReader:
     def _ids_of_columns(self, candidate: "_Encoded") -> dict[str, np.ndarray]:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
         found = {}
-        for column in self._past.fields.columns.values():
+        for column in self.schema.past.columns.values():
             ids, counts = candidate.ids[column.key], candidate.counts.get(column.key)
             found[column.key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
         return found

@@ -15,14 +15,13 @@ from torch import Tensor
 from jfi.history_policies.policy import Policy
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, Info
-from jfi.serving.counters import CountersError, LogCounters, RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.published import Change
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema, empty_request
 from jfi.serving.tables import Tables, load_tables
 from jfi.state.events import EventReader
-from jfi.state.state import UserState, read_layout
+from jfi.state.state import UserState
 from jfi.state.stores import Store, StoreUnavailableError
 from jfi.utils.errors import InputError
 
@@ -110,18 +109,13 @@ class Scorer:
                 policy = RequestPolicy(Policy.load(path / artifact.POLICY), info.schema.policy)
             except ValueError as fault:
                 raise ArtifactError(f"{path} has a policy that cannot be used: {fault}") from None
-        past = None
-        if info.schema.past is not None:
-            try:
-                past = RequestStatistics(LogCounters.load(path, info.schema.past))
-            except CountersError as fault:
-                raise ArtifactError(f"{path} is damaged: {fault}") from None
+        if info.schema.past is not None and state is None:
+            make = f"`jfi state load --run {info.run or 'RUN'} --state FOLDER`"
+            raise ArtifactError(f"{path} reads statistics of the past: serve it with --state FOLDER, made by {make}")
         limits = _limits(path, info, max_candidates, max_history)
-        layout = None if state is None else _naming(path, lambda: read_layout(state.store))
         self._settings = state
-        has_state, has_counters = layout is not None, layout is not None and layout.info.past is not None
         try:
-            self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, has_state, has_counters)
+            self.reader = RequestReader(info.schema, limits, policy, _SAID[output], has_state=state is not None)
         except LookupError:
             raise ArtifactError(f"{path} is damaged: a field of {artifact.INFO} has no key") from None
         #: The events of users, and what reads those that are sent for them; both None without a state.
@@ -159,12 +153,11 @@ class Scorer:
     def _check(self, path: Path) -> None:
         """Checks that fields, vocabularies, tables and labels fit each other, by requests without values."""
         schema = self.info.schema
-        left_out = [()] if schema.past is None else [(), schema.past.names]
         try:
             shapes = shapes_of(batch_inputs([self.example()], self.inputs, self.tables, self.device))
             if self.package.get_metadata().get(artifact.SHAPES) != shapes:
                 raise ValueError(f"{artifact.MODEL} takes other inputs than {artifact.INFO} says")
-            self.score([self.reader(empty_request(self.reader.fields, schema.codec, names)) for names in left_out])
+            self.score([self.reader(empty_request(self.reader.fields, schema.codec))])
             for one in schema.user + schema.candidate + schema.event:
                 count = len(schema.vocabularies.get(one.name, ())) if one.encoding() is None else 0
                 if any(table.rows <= count and set(table.keys) & {*one.keys} for table in self.info.tables.values()):

@@ -221,9 +221,9 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     return found
 
 
-def read_time(value: object, place: str, until: float = 0.0) -> float:
-    """Returns a time in seconds; one in milliseconds is refused, unless a log until a time has such times too."""
-    if type(value) not in (int, float) or not abs(value) < max(LATEST, 10 * until):
+def read_time(value: object, place: str) -> float:
+    """Returns a time in seconds; one in milliseconds is refused."""
+    if type(value) not in (int, float) or not abs(value) < LATEST:
         raise BadRequestError(f"{place} must be a number of seconds since 1970, got {shown(value)}")
     return float(value)
 

@@ -153,14 +153,15 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
     Raises:
         StateError: the model reads no events, or an event has a field with the name of one of `OWN_FIELDS`.
     """
-    if not schema.event:
+    if not schema.event and schema.past is None:
         raise StateError("the model reads no events, so there is no state of users")
+    fields = schema.event + schema.counted
     for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.past is not None else ())):
-        if any(one.name == name for one in schema.event):
+        if any(one.name == name for one in fields):
             raise StateError(f"an event has a field '{name}', which is one of the server's own; rename the column")
     columns = [
         Column(one.name, KINDS[one.kind], len(one.keys) if one.kind == "slots" else 1, one.layout)
-        for one in schema.event
+        for one in fields
         if one.kind in KINDS
     ]
     if schema.policy is not None:
@@ -174,10 +175,10 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
 
 
 def comparable(past: PastFields, schema: Schema) -> PastFields:
-    """Returns the statistics without what differs between logs and between vocabularies."""
-    hashed = {one.name for one in schema.event if one.num_buckets}
+    """Returns the statistics without what differs between vocabularies."""
+    hashed = {one.name for one in schema.event + schema.counted if one.num_buckets}
     columns = {name: replace(one, key="", size=one.size if name in hashed else 0) for name, one in past.columns.items()}
-    return replace(past, until=0.0, sets={}, num_known=1, columns=columns)
+    return replace(past, num_known=1, columns=columns)
 
 
 def user_key(user: str) -> bytes:

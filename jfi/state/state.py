@@ -93,9 +93,8 @@ class UserState:
         if reader.limits.max_history > info.max_history:
             what = f"keeps {info.max_history} events of a user, and the model reads {reader.limits.max_history}"
             raise StateError(f"the state {what}; load it by `jfi state load` of a run with that `data.max_history`")
-        if info.past is not None and schema.past is not None and comparable(schema.past, schema) != info.past:
-            why = _difference(info.past, comparable(schema.past, schema))
-            raise StateError(f"the state of users has other statistics of the past, {why}")
+        if schema.past is not None:
+            _check_statistics(info.past, comparable(schema.past, schema))
         #: Numbers and texts that were read.
         self._cache = Cache()
         self._ids = ModelIds(self.layout, schema, reader.known, self.texts)
@@ -193,24 +192,26 @@ class UserState:
         Raises:
             StoreUnavailableError: the store does not answer.
         """
-        users = [one.stored.user for one in requests if one.stored is not None]
-        histories = iter(self.histories(users) if users else [])
-        found = [one if one.stored is None else self._filled(one, next(histories)) for one in requests]
-        asked = [one.stored for one in requests if one.stored is not None and one.stored.items is not None]
-        if not asked:
+        of_state = [one.stored for one in requests if one.stored is not None]
+        if not of_state:
+            return list(requests)
+        histories = iter(self.histories([one.user for one in of_state if one.reads_events]))
+        found = []
+        for request in requests:
+            if (stored := request.stored) is not None:
+                request = self._filled(request, next(histories)) if stored.reads_events else request
+                stored.is_available = True
+            found.append(request)
+        if self.reader.schema.past is None:
             return found
-        answers = iter(self.counters.answers(self.store.get, asked))
-        return [
-            one if one.stored is None or one.stored.items is None else self.reader.with_statistics(one, next(answers))
-            for one in found
-        ]
+        statistics = iter(self.counters.read(self.store.get, of_state))
+        return [one if one.stored is None else self.reader.with_statistics(one, next(statistics)) for one in found]
 
     def _filled(self, request: Request, events: np.ndarray) -> Request:
         stored, reader = request.stored, self.reader
         end = int(events[TIME].searchsorted(stored.now))
         events = events[max(0, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None
-        stored.is_available = True
         ages, weights = stored.now - events[TIME], None
         if reader.schema.policy is not None and len(events):
             rows, weights = reader.choose(ages, self._engagement(events))
@@ -341,8 +342,12 @@ def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.nd
         yield user, layout.records(value, user)
 
 
-def _difference(own: PastFields, wanted: PastFields) -> str:
-    """Says what differs between the statistics of a state and those of an artifact."""
+def _check_statistics(own: PastFields | None, wanted: PastFields) -> None:
+    """Raises StateError if a state does not have the statistics that a model reads."""
+    load = "load it from the log by `jfi state load`"
+    if own is None:
+        raise StateError(f"the state of users has no statistics of the past, which the model reads; {load}")
     one, other = asdict(own), asdict(wanted)
-    name = next(name for name in one if one[name] != other[name])
-    return f"{name} {one[name]} and not {other[name]}; load it from the log by `jfi state load`"
+    if name := next((name for name in one if one[name] != other[name]), None):
+        why = f"{name} {one[name]} and not {other[name]}; {load}"
+        raise StateError(f"the state of users has other statistics of the past, {why}")

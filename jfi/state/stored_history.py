@@ -1,4 +1,4 @@
-"""A request's events in the state of users, before and after they are read."""
+"""What a request reads of the state of users, before and after it is read."""
 
 from dataclasses import dataclass, field
 
@@ -7,20 +7,22 @@ import numpy as np
 
 @dataclass(eq=False)
 class StoredHistory:
-    """A user's events in the state of users, and what was read of them.
+    """A user's events and statistics in the state of users, and what was read of them.
 
     Args:
-        user: text of the user's id.
+        user: text of the user's id, or None for a new user, where events are not read.
         now: time of the request in seconds; only events before it count.
+        reads_events: whether the user's events are read; if not, the request has its own or the model reads none.
         events: how many there are before `now`, at most the newest `max_history`.
         time: of the newest of them in seconds, or None.
         is_available: whether the store has answered.
-        items: `[R]` texts of the candidates' ids, whose statistics are looked up in the state, or None.
+        items: `[R]` texts of the candidates' ids, whose statistics are read, or None.
         column_ids: by key the ids `[R, K]` of the candidates' values that statistics count by.
     """
 
-    user: str
+    user: str | None
     now: float
+    reads_events: bool = True
     events: int = 0
     time: float | None = None
     is_available: bool = True
