@@ -213,9 +213,6 @@ def export() -> OptionParser:
     parser.add_argument("--tables", choices=formats, default="float32", help="format of the embedding tables")
     parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
     parser.add_argument("--max-candidates", type=at_least_one, default=MAX_CANDIDATES, help="limit per request")
-    log = "log of all users up to now, which data.statistics of requests are made of (default: the run's); or none"
-    parser.add_argument("--history", help=log)
-    _tables(parser, "a run")
     return parser
 
 

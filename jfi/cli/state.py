@@ -33,15 +33,12 @@ def main(options: argparse.Namespace) -> None:
 def _load(options: argparse.Namespace) -> None:
     from jfi.cli.export import schema_of_run
     from jfi.data import DataError
-    from jfi.serving.dataset_schema import past_fields
     from jfi.state.load import fill
     from jfi.training.run.saved_run import load_run
 
     with _new_store(options.state, "--state", options.state_gb) as store:
         run = load_run(_required(options, "run"), setting="--run")
         config, schema = replace(run.config.data, **given_tables(options)), schema_of_run(run)
-        if config.statistics_groups():
-            schema = replace(schema, past=past_fields(config, run.schema))
         try:
             users, events = fill(store, schema, config, run.schema, options.interactions)
         except StateError as error:

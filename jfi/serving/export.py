@@ -21,7 +21,6 @@ from jfi.history_policies.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.counters import LogCounters
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
 from jfi.serving.schema import Inputs, Limits, Schema, Table
@@ -55,7 +54,6 @@ def export(
     impl: str | None = None,
     policy: Policy | None = None,
     calibration: list[tuple[float, float]] | None = None,
-    past: LogCounters | None = None,
     run: str | None = None,
     trained: dict[str, str | None] | None = None,
 ) -> str:
@@ -71,7 +69,6 @@ def export(
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
-        past: the statistics of requests that have none; None if each request must have those that the model reads.
         run: name of the model's run, which the server says, or None.
         trained: versions that the run has recorded, which the server says, or None.
 
@@ -84,7 +81,7 @@ def export(
         ValueError: a model that cannot be served.
     """
     named = {"calibration": calibration, "run": run, "trained": trained}
-    return Export(model, schema, limits, device, tables, impl, policy, past, named).write(path)
+    return Export(model, schema, limits, device, tables, impl, policy, named).write(path)
 
 
 class Export:
@@ -103,7 +100,6 @@ class Export:
         tables: str,
         impl: str | None,
         policy: Policy | None,
-        past: LogCounters | None,
         named: dict[str, Any],
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
@@ -112,7 +108,7 @@ class Export:
             RequestPolicy(policy, schema.policy)  # refuses what it cannot serve
         user_keys = [key for one in schema.user for key in one.keys]
         self._make = partial(ScoringModel, model, user_keys, impl or ("triton" if device == "cuda" else "torch"))
-        self._device, self._schema, self._policy, self._past = device, schema, policy, past
+        self._device, self._schema, self._policy = device, schema, policy
         scoring = self.scoring()
         inputs = inputs_of(scoring)
         _check_weights(scoring, policy)
@@ -136,7 +132,7 @@ class Export:
             embedding_dim=scoring.embedding_dim,
             inputs=inputs,
             limits=limits,
-            schema=dataclasses.replace(schema, vocabularies={}, past=None if past is None else past.fields),
+            schema=dataclasses.replace(schema, vocabularies={}),
             **named,
         )
 
@@ -167,8 +163,6 @@ class Export:
         """Writes the files of an artifact that no training changes."""
         if self._policy is not None:
             self._policy.save(folder / artifact.POLICY)
-        if self._past is not None:
-            self._past.save(folder)
         write_file(folder / artifact.VOCABULARIES, msgspec.json.encode(self._schema.vocabularies))
         write_file(folder / artifact.INFO, msgspec.json.encode(self.info))
 

@@ -25,7 +25,6 @@ from jfi.history_policies.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.serving import artifact
-from jfi.serving.counters import LogCounters
 from jfi.serving.export import Export
 from jfi.serving.published import (
     ARTIFACT,
@@ -75,7 +74,7 @@ class Publisher:
     Args:
         folder: of the versions.
         model: whose collections are fused ones.
-        schema, limits, device, policy, past, run, trained: as of `jfi.serving.export.export`. Tables are float32.
+        schema, limits, device, policy, run, trained: as of `jfi.serving.export.export`. Tables are float32.
         compact_every: deltas after which a snapshot is written, so that a server that starts reads few versions.
         compact_ratio: a snapshot comes sooner if the deltas since the last one have so many times its bytes.
         keep: whole versions that stay; what is older than these is removed, but for their base.
@@ -102,7 +101,6 @@ class Publisher:
         *,
         device: str = "cpu",
         policy: Policy | None = None,
-        past: LogCounters | None = None,
         run: str | None = None,
         trained: dict[str, str | None] | None = None,
         compact_every: int = 100,
@@ -114,7 +112,7 @@ class Publisher:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         self._changed = _changed_rows(model)
         named = {"calibration": None, "run": run, "trained": trained}  # that of a run ends when it follows a log
-        self._export = Export(model, schema, limits, device, FLOAT, None, policy, past, named)
+        self._export = Export(model, schema, limits, device, FLOAT, None, policy, named)
         self._folder = folder
         self._compact_every, self._compact_ratio, self._keep = compact_every, compact_ratio, keep
         #: By growing table the raw ids of its rows, as the last version has them.

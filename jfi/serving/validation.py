@@ -71,16 +71,16 @@ class Rows:
     def __len__(self) -> int:
         return self._count
 
-    def require(self, names: Iterable[str], advice: str = "") -> None:
-        """Refuses rows, if there are any, that lack one of these fields; the message ends in the advice."""
-        if (by_columns := self._is_by_columns) or len(self):
-            check_required(self.name if by_columns else self.place(0, ""), self.columns, names, advice)
+    def require(self, names: Iterable[str]) -> None:
+        """Refuses rows, if there are any, that lack one of these fields."""
+        if self._is_by_columns or len(self):
+            check_required(self.place(0, ""), self.columns, names)
 
     def place(self, row: int, field: str) -> str:
         """Returns how messages name a value, as of `Place`."""
         row += self._first
         if self._is_by_columns:
-            return f"{self.name}.{field}[{row}]"
+            return f"{self.name}.{field}[{row}]" if field else self.name
         return f"{self.name}[{row}].{field}" if field and not self._of_ids else f"{self.name}[{row}]"
 
 
@@ -121,10 +121,10 @@ def check_names(place: str, given: dict, known: Collection[str]) -> None:
             raise BadRequestError(f"{place} has an unknown field {shown(name)}; {suggest(name, sorted(known))}")
 
 
-def check_required(place: str, given: Collection[str], names: Iterable[str], advice: str = "") -> None:
-    """Checks that an object has these fields; a message ends in the advice."""
+def check_required(place: str, given: Collection[str], names: Iterable[str]) -> None:
+    """Checks that an object has these fields."""
     if lacking := sorted(name for name in names if name not in given):
-        raise BadRequestError(f"{place} lacks the field '{lacking[0]}'{advice}")
+        raise BadRequestError(f"{place} lacks the field '{lacking[0]}'")
 
 
 def take(values: Values, rows: np.ndarray, indices: list[int]) -> Values:
@@ -230,9 +230,9 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     return found
 
 
-def read_time(value: object, place: str, until: float = 0.0) -> float:
-    """Returns a time in seconds; one in milliseconds is refused, unless a log until a time has such times too."""
-    if type(value) not in (int, float) or not abs(value) < max(LATEST, 10 * until):
+def read_time(value: object, place: str) -> float:
+    """Returns a time in seconds; one in milliseconds is refused."""
+    if type(value) not in (int, float) or not abs(value) < LATEST:
         raise BadRequestError(f"{place} must be a number of seconds since 1970, got {shown(value)}")
     return float(value)
 

@@ -159,15 +159,16 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
     Raises:
         StateError: an event has a field with the name of one of `OWN_FIELDS`.
     """
+    fields = schema.event + schema.counted
     for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.past is not None else ())):
-        if any(one.name == name for one in schema.event):
+        if any(one.name == name for one in fields):
             raise StateError(f"an event has a field '{name}', which is one of the server's own; rename the column")
-    columns, users = _columns(schema.event), _columns(one for one in schema.user if one.name != schema.user_id)
+    columns, users = _columns(fields), _columns(one for one in schema.user if one.name != schema.user_id)
     items = _columns(one for one in schema.candidate if one.name in schema.item_columns)
     if schema.policy is not None:
         known = {one.name for one in columns}
-        fields = schema.policy.fields().items()
-        columns += [Column(one.name, POLICY_KINDS[of]) for of, one in fields if one.name not in known]
+        read = schema.policy.fields().items()
+        columns += [Column(one.name, POLICY_KINDS[of]) for of, one in read if one.name not in known]
     item = schema.item_id if any(one.name == schema.item_id and one.kind == "text" for one in columns) else None
     is_numbered = item is None or all(map(is_integer, schema.vocabularies.get(item, [])))
     past = None if schema.past is None else comparable(schema.past, schema)
@@ -184,10 +185,10 @@ def _columns(fields: Iterable[Field]) -> list[Column]:
 
 
 def comparable(past: PastFields, schema: Schema) -> PastFields:
-    """Returns the statistics without what differs between logs and between vocabularies."""
-    hashed = {one.name for one in schema.event if one.num_buckets}
+    """Returns the statistics without what differs between vocabularies."""
+    hashed = {one.name for one in schema.event + schema.counted if one.num_buckets}
     columns = {name: replace(one, key="", size=one.size if name in hashed else 0) for name, one in past.columns.items()}
-    return replace(past, until=0.0, sets={}, num_known=1, columns=columns)
+    return replace(past, num_known=1, columns=columns)
 
 
 def user_key(user: str) -> bytes:

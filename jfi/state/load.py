@@ -7,12 +7,13 @@ import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.io.blocks import find_interactions, read_table
+from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.read import SourceTables
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.columns import nth_values
-from jfi.serving.dataset_schema import read_counters
+from jfi.events.counters import counters_of
 from jfi.serving.schema import LONGEST_ID, Schema
 from jfi.state.columns import Entity
 from jfi.state.counters import StateCounters
@@ -57,16 +58,41 @@ def fill(
         settings = _log_settings(config, requests, layout.info, of_log)
         users, events = _load(store, layout, settings, schema, of_log)
         if requests.past is not None:
-            store.put(StateCounters(requests.past, requests, layout).records_of(read_counters(config, schema)))
+            store.put(counter_records(StateCounters(requests.past, requests, layout), config, schema))
     write_tables(store, layout.info, config, schema)
     write_layout(store, layout)
     return users, events
 
 
+def counter_records(counters: StateCounters, config: DataConfig, schema: DataSchema) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the keys and the records of the statistics of a log.
+
+    Args:
+        counters: of a state.
+        config: the section `data` of a run with `data.statistics`, whose interactions are the log.
+        schema: of the run.
+
+    Raises:
+        DataError: the log is missing or malformed.
+    """
+    past, sessions = counters.past, None
+    with read_log(config, schema) as (made, log):
+        if past.session is not None:
+            coded = log.categories(past.session, "event")
+            ids = hashes([*coded.values.to_pylist(), None])  # the code of none is -1
+            sessions = lambda events: ids[coded.codes[events]]  # noqa: E731
+        of = {"user": past.user, "item": past.item}
+        digests = {part: hashes(log.categories(name, part).values.to_pylist()) for part, name in of.items()}
+        for name, column in past.columns.items():
+            digests[f"column {name}"] = counters.digests(name, np.arange(column.size))
+        yield from counters.live.records_of(counters_of(made.index, sessions), made.index.sets, digests)
+
+
 def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log: Collection[Entity]) -> DataConfig:
     """The section `data` of a run, with what a log needs: neither labels and splits nor columns of tables."""
     config = config.resolved()
-    own, has_policy = {one.name for one in requests.event if one.kind != "cross"}, requests.policy is not None
+    own = {one.name for one in requests.event + requests.counted if one.kind != "cross"}
+    has_policy = requests.policy is not None
     read = {"event": own, "item": own, "user": set()}
     for of, columns in (("item", info.items), ("user", info.users)):
         read[of] = read[of] | ({one.name for one in columns} if of in of_log else set())
@@ -114,7 +140,7 @@ def _load(
                 for column in values:
                     found[column.name] = column.at(rows)
                 first = np.flatnonzero(np.diff(columns.events.user[rows], prepend=-1))
-                for begin, end in zip(first, np.append(first[1:], len(rows)), strict=True):
+                for begin, end in zip(first, np.append(first, len(rows))[1:], strict=True):
                     name = users[columns.events.user[rows[begin]]]
                     if len(name.encode()) > LONGEST_ID:
                         raise DataError(f"user {name[:40]}... has an id of more than {LONGEST_ID} bytes")

@@ -33,7 +33,8 @@ class ModelIds:
     """
 
     def __init__(self, layout: EventLayout, schema: Schema, known: Mapping[str, Encoding], texts: Texts) -> None:
-        for one in schema.event:
+        fields = schema.event + schema.counted
+        for one in fields:
             for name in one.columns if one.kind == "cross" else [one.name] if one.kind in KINDS else []:
                 check_column("events", name, layout.columns.get(name), one)
         for role, one in ({} if schema.policy is None else schema.policy.fields()).items():
@@ -42,10 +43,11 @@ class ModelIds:
             if column is None or column.kind not in kinds:
                 what = f"no field '{one.name}' that is the {role} of the model's policy"
                 raise StateError(f"the events of the state have {what}; load them by `jfi state load`")
-        if any(one.kind == "sid" for one in schema.event) and schema.codec != layout.info.codec:
+        has_sids = any(one.kind == "sid" for one in schema.event + schema.candidate)
+        if has_sids and layout.info.codec not in (schema.codec, None):
             what = f"semantic IDs of the codec {layout.info.codec}, and the model reads those of {schema.codec}"
-            raise StateError(f"the events of the state have {what}; load them by `jfi state load`")
-        self._fields = [one for one in schema.event if one.kind != "age"]
+            raise StateError(f"the state has {what}; load it by `jfi state load`")
+        self._fields = [one for one in fields if one.kind != "age"]
         self._ids = {
             one.name: Ids(one.name, known[one.name], one, texts)
             for one in self._fields

@@ -10,6 +10,7 @@ from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.server.body import MAX_PARTS, parse, read_body
 from jfi.serving.validation import columns_of
+from jfi.state.layout import layout_of
 from jfi.utils.encoding import HashBuckets, Vocabulary
 
 SCHEMA = Schema(
@@ -167,7 +168,8 @@ def test_rows_and_lists_are_counted_before_anything_is_made_of_them(monkeypatch)
                 parse(body)
     assert len(parse(b"[" + b",".join([b"{}"] * (MAX_PARTS - 1)) + b"]")) == MAX_PARTS - 1
     monkeypatch.setattr("jfi.serving.requests.Rows", None)
-    reader = RequestReader(replace(SCHEMA, user_id="user"), READ.limits, has_state=True)
+    schema = replace(SCHEMA, user_id="user")
+    reader = RequestReader(schema, READ.limits, state=layout_of(schema, 4).info)
     for candidates in ([{}] * 4, {"item": [1] * 4}, {"item": 1, "tags": [[]] * 4}):
         with pytest.raises(BadRequestError, match="candidates must be at most 3, got 4"):
             reader({"user": {}, "candidates": candidates, "context": {"tags": []}})

@@ -134,7 +134,6 @@ def make_app(
         info = now.info
         artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
         artifact |= {"versions": info.versions, "tables": info.quantization}
-        artifact["past_until"] = None if info.schema.past is None else info.schema.past.date()
         inside = {"requests": admission.inside, "device": info.device, "state": now.state is not None}
         inside |= {} if follower is None else follower.health()
         return web.json_response({"status": "ok", "artifact": artifact, **inside})

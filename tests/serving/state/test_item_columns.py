@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def stored(store, layout: ColumnLayout, ids: list[str]) -> list[dict]:
         kind = layout.columns[name].kind
         if kind == "texts":
             texts, ends = names.texts(name, values[0].tolist()), np.append(0, np.cumsum(values[1]))
-            columns[name] = [texts[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+            columns[name] = [texts[a:b] for a, b in pairwise(ends)]
         elif kind == "text":
             columns[name] = names.texts(name, values.tolist())
         else:
@@ -84,7 +85,7 @@ def test_damaged_records_are_refused_by_name():
     layout = ColumnLayout("item", COLUMNS)
     (good,) = layout.encode({"tags": (["a"], np.array([1]))}, 1, Dictionaries())
     for wrong in (b"", good[:-1], good[:-4], good + b"\0\0\0\0"):
-        with pytest.raises(StateError, match="^the state of users is damaged: the columns of items: "):
+        with pytest.raises(StateError, match=r"^the state of users is damaged: the columns of items: "):
             layout.decode([good, wrong])
 
 
