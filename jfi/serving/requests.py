@@ -91,7 +91,7 @@ class RequestReader:
         answer: str = "logit",
         has_state: bool = False,
     ) -> None:
-        if schema.past is not None and not has_state:
+        if schema.statistics is not None and not has_state:
             raise ValueError("the model reads statistics of the past, which only a state of users has")
         self.has_state = has_state
         self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
@@ -103,11 +103,11 @@ class RequestReader:
         self.known: dict[str, KnownValues | HashBuckets | HashedIds] = {
             column: KnownValues(values) for column, values in schema.vocabularies.items()
         }
-        for one in schema.user + schema.candidate + schema.event + schema.counted:
+        for one in schema.user + schema.candidate + schema.event_fields:
             if (hashing := one.encoding()) is not None:
                 self.known[one.name] = hashing
         #: Fields of a candidate: those of the request, and the statistics, which are behind them.
-        count = len(schema.candidate) - (0 if schema.past is None else len(schema.past.names))
+        count = len(schema.candidate) - (0 if schema.statistics is None else len(schema.statistics.names))
         self._candidate, self._statistics = schema.candidate[:count], schema.candidate[count:]
         parts = {"user": schema.user, "history": schema.event, "candidates": self._candidate}
         read = parts | {"history": [*schema.event, *self._of_policy.values()]}
@@ -117,9 +117,9 @@ class RequestReader:
             for part, fields in read.items()
             if fields or part != "history"
         }
-        if schema.past is not None:  # statistics are those of the ids, which the model may not read
-            self.fields["user"].setdefault(schema.past.user, "category")
-            self.fields["candidates"].setdefault(schema.past.item, "category")
+        if schema.statistics is not None:  # statistics are those of the ids, which the model may not read
+            self.fields["user"].setdefault(schema.statistics.user, "category")
+            self.fields["candidates"].setdefault(schema.statistics.item, "category")
         #: By field with a vocabulary, a key of its ids. Slots of a list are left out: 0 is an empty slot there too.
         self._categories = {
             f"{part}.{one.name}": one.keys[0]
@@ -138,7 +138,7 @@ class RequestReader:
         of = {"user": self.schema.user, "candidates": self.schema.candidate, "history": self.schema.event}
         fields = {part: schemas_of(kinds, bounded_fields(of[part])) for part, kinds in self.fields.items()}
         user_id = self.schema.user_id if self.has_state else None
-        has_statistics = self.schema.past is not None
+        has_statistics = self.schema.statistics is not None
         return request_schema(fields, self.schema.codec, self.limits, self._answer, user_id, has_statistics)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
@@ -176,7 +176,7 @@ class RequestReader:
         if self.has_state:
             request = self._with_context(request)
             parts = parts if has_history else [part for part in parts if part != HISTORY]
-            if "user" in request and not (has_history and self.schema.past is None):
+            if "user" in request and not (has_history and self.schema.statistics is None):
                 request, stored = self._of_state(request, time.time() if now is None else now)
         check_names("the request", request, parts, self._optional)
         if self.schema.codec is not None and request[CODEC] != self.schema.codec:
@@ -193,8 +193,8 @@ class RequestReader:
         values = columns_of([request["user"]], [*self.fields["user"]], _place_of_user)
         user, columns = self._encode(self.schema.user, values, _place_of_user), candidates.columns()
         candidate = self._encode(self._candidate, columns, candidates.place)
-        if self.schema.past is not None:
-            item = self.schema.past.item
+        if self.schema.statistics is not None:
+            item = self.schema.statistics.item
             stored.items = texts(Field(item, "category"), columns[item], candidates.place)
             stored.column_ids = self._ids_of_columns(candidate)
             # Until the state is read each statistic is the training mean, as for null.
@@ -268,7 +268,7 @@ class RequestReader:
     def _ids_of_columns(self, candidate: "_Encoded") -> dict[str, np.ndarray]:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
         found = {}
-        for column in self.schema.past.columns.values():
+        for column in self.schema.statistics.columns.values():
             ids, counts = candidate.ids[column.key], candidate.counts.get(column.key)
             found[column.key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
         return found

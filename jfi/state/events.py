@@ -83,7 +83,7 @@ class EventReader:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.layout, self.max_events = layout, max_events
-        self._max_future, self._clock, self._past = max_future, clock, layout.info.past
+        self._max_future, self._clock, self._past = max_future, clock, layout.info.statistics
         #: By column what its values are read as.
         self._fields = {name: Field(name, _FIELDS[one.kind], layout=one.layout) for name, one in layout.columns.items()}
         #: By name of a field of an event its kind.

@@ -20,7 +20,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from jfi.serving.schema import PastFields, Schema
+from jfi.events.groups import StatisticsSettings
+from jfi.serving.schema import Schema
 from jfi.state.stores import StateError, finding_damage
 
 TIME, EVENT_ID, USER = "time", "event_id", "user"
@@ -65,7 +66,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         item: the name of the column of the item's id, by which events of one time are sorted; None without one.
         is_numbered: whether items that are integers are sorted by their numbers.
         codec: fingerprint of the codec of semantic IDs, or None.
-        past: the statistics of the past that the state has, or None.
+        statistics: of the past, which the state has, or None.
         id: of the store, whose numbers are no other's.
     """
 
@@ -75,7 +76,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     item: str | None = None
     is_numbered: bool = False
     codec: str | None = None
-    past: PastFields | None = None
+    statistics: StatisticsSettings | None = None
     id: str = ""
 
 
@@ -153,15 +154,14 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
     Raises:
         StateError: the model reads no events, or an event has a field with the name of one of `OWN_FIELDS`.
     """
-    if not schema.event and schema.past is None:
+    if not schema.event and schema.statistics is None:
         raise StateError("the model reads no events, so there is no state of users")
-    fields = schema.event + schema.counted
-    for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.past is not None else ())):
-        if any(one.name == name for one in fields):
+    for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.statistics is not None else ())):
+        if any(one.name == name for one in schema.event_fields):
             raise StateError(f"an event has a field '{name}', which is one of the server's own; rename the column")
     columns = [
         Column(one.name, KINDS[one.kind], len(one.keys) if one.kind == "slots" else 1, one.layout)
-        for one in fields
+        for one in schema.event_fields
         if one.kind in KINDS
     ]
     if schema.policy is not None:
@@ -170,15 +170,16 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
         columns += [Column(one.name, POLICY_KINDS[of]) for of, one in fields if one.name not in known]
     item = schema.item_id if any(one.name == schema.item_id and one.kind == "text" for one in columns) else None
     is_numbered = item is None or all(map(is_integer, schema.vocabularies.get(item, [])))
-    past = None if schema.past is None else comparable(schema.past, schema)
-    return EventLayout(StateInfo(FORMAT, max_history, columns, item, is_numbered, schema.codec, past))
+    settings = None if schema.statistics is None else comparable(schema.statistics, schema)
+    return EventLayout(StateInfo(FORMAT, max_history, columns, item, is_numbered, schema.codec, settings))
 
 
-def comparable(past: PastFields, schema: Schema) -> PastFields:
+def comparable(settings: StatisticsSettings, schema: Schema) -> StatisticsSettings:
     """Returns the statistics without what differs between vocabularies."""
-    hashed = {one.name for one in schema.event + schema.counted if one.num_buckets}
-    columns = {name: replace(one, key="", size=one.size if name in hashed else 0) for name, one in past.columns.items()}
-    return replace(past, num_known=1, columns=columns)
+    hashed = {one.name for one in schema.event_fields if one.num_buckets}
+    columns = settings.columns.items()
+    sized = {name: replace(one, key="", size=one.size if name in hashed else 0) for name, one in columns}
+    return replace(settings, num_known=1, columns=sized)
 
 
 def user_key(user: str) -> bytes:

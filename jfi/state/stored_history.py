@@ -1,4 +1,4 @@
-"""What a request reads of the state of users, before and after it is read."""
+"""The part of a request that the state of users gives, before and after it is read."""
 
 from dataclasses import dataclass, field
 
