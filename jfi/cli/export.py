@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> None:
         raise ConfigError(str(error)) from error
     print(f"wrote {out} ({options.tables} tables, for {options.device})")
     print(f"sha256 {sha256}")
-    if schema.past is not None:
+    if schema.statistics is not None:
         print(f"data.statistics are read from a state of users: jfi state load --run {options.run} --state FOLDER")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.prepared.stages.read import open_tables
 from jfi.follow.records import ANY, Records, number_users
-from jfi.serving.dataset_schema import past_fields, schema_of
+from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.state.counters import StateCounters
 from jfi.state.layout import layout_of
 from jfi.state.load import counter_records
@@ -142,10 +142,10 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
 def _counters(config: DataConfig, schema: DataSchema) -> StateCounters | None:
     if not config.statistics_groups():
         return None
-    past = past_fields(config, schema)
+    past = statistics_settings(config, schema)
     try:
         # Whatever the model reads, statistics are counted by the columns of items that events have.
-        requests = replace(schema_of(config, schema, True, False), past=past)
+        requests = replace(schema_of(config, schema, True, False), statistics=past)
         return StateCounters(past, requests, layout_of(requests, schema.max_history))
     except ValueError as error:
         raise ConfigError(f"--follow: {error}") from None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
 from jfi.data.prepared.stages.columns import SECONDS
-from jfi.events.groups import NUM_VALUES, SESSIONS
-from jfi.serving.schema import Field, ItemColumn, PastFields, PolicyFields, Schema
+from jfi.events.groups import NUM_VALUES, SESSIONS, ItemColumn, StatisticsSettings
+from jfi.serving.schema import Field, PolicyFields, Schema
 
 if TYPE_CHECKING:
     from jfi.models import SequenceDLRM
@@ -29,12 +29,12 @@ def schema_of_model(
     schema = schema_of(config, data, reads_history, reads_age, reads_item)
     if not config.statistics_columns():
         return schema
-    past = past_fields(config, data)
+    settings = statistics_settings(config, data)
     if reads_history:
-        return replace(schema, past=past)
+        return replace(schema, statistics=settings)
     whole = schema_of(config, data, True, False, reads_item)
-    counted = [one for one in whole.event if one.name in {**past.columns, **past.numbers, **past.values}]
-    return replace(schema, past=past, counted=counted, vocabularies=whole.vocabularies)
+    counted = [one for one in whole.event if one.name in {**settings.columns, **settings.numbers, **settings.values}]
+    return replace(schema, statistics=settings, counted=counted, vocabularies=whole.vocabularies)
 
 
 def schema_of(
@@ -88,7 +88,7 @@ def schema_of(
     )
 
 
-def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
+def statistics_settings(config: DataConfig, schema: DataSchema) -> StatisticsSettings:
     """Returns the statistics of the past of a run.
 
     Args:
@@ -112,7 +112,7 @@ def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
     }
     groups, encodings = config.statistics_groups(), schema.encodings
     numbers, values = config.event_values() if "event_values" in groups else ([], [])
-    return PastFields(
+    return StatisticsSettings(
         user=config.user,
         item=config.item,
         groups=list(groups),

@@ -104,7 +104,7 @@ class RequestReader:
         answer: str = "logit",
         state: "StateInfo | None" = None,
     ) -> None:
-        if schema.past is not None and state is None:
+        if schema.statistics is not None and state is None:
             raise ValueError("the model reads statistics of the past, which only a state of users has")
         self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
         #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
@@ -115,11 +115,11 @@ class RequestReader:
         self.known: dict[str, KnownValues | HashBuckets | HashedIds] = {
             column: KnownValues(values) for column, values in schema.vocabularies.items()
         }
-        for one in schema.user + schema.candidate + schema.event + schema.counted:
+        for one in schema.user + schema.candidate + schema.event_fields:
             if (hashing := one.encoding()) is not None:
                 self.known[one.name] = hashing
         #: Fields of a candidate: those of the request, and the statistics, which are behind them.
-        count = len(schema.candidate) - (0 if schema.past is None else len(schema.past.names))
+        count = len(schema.candidate) - (0 if schema.statistics is None else len(schema.statistics.names))
         self._candidate, self._statistics = schema.candidate[:count], schema.candidate[count:]
         parts = {USER: schema.user, HISTORY: schema.event, CANDIDATES: self._candidate}
         read = parts | {HISTORY: [*schema.event, *self._of_policy.values()]}
@@ -158,7 +158,7 @@ class RequestReader:
         fields = {part: {name: KINDS[kind] for name, kind in kinds.items()} for part, kinds in self.fields.items()}
         read = {part: {*names} for part, names in self._read_fields.items()}
         for part, name in self._ids.items():
-            read[part] |= {name} if self.schema.past is not None else set()
+            read[part] |= {name} if self.schema.statistics is not None else set()
         own = self.schema.codec, self.limits, self._answer, self._state is not None
         return request_schema(fields, read, self._stored, *self._ids.values(), *own)
 
@@ -193,7 +193,7 @@ class RequestReader:
         check_required("the request", request, self._required)
         now = read_time(request[TIME], TIME) if TIME in request else time.time()
         reads_events = HISTORY in self.fields and HISTORY not in request
-        stored = Lookup(now, reads_events, reads_statistics=self.schema.past is not None)
+        stored = Lookup(now, reads_events, reads_statistics=self.schema.statistics is not None)
         user = self._read_user(request[USER], stored)
         candidates, place = self._candidates_of(request)
         candidate = self._read_candidates(candidates, place, stored)
@@ -314,7 +314,7 @@ class RequestReader:
     def column_ids(self, request: Request) -> dict[str, np.ndarray]:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
         found = {}
-        for column in self.schema.past.columns.values():
+        for column in self.schema.statistics.columns.values():
             ids, counts = request.ids[column.key], request.counts.get(column.key)
             found[column.key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
         return found

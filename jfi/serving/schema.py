@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from jfi.events.groups import columns_of
+from jfi.events.groups import StatisticsSettings
 from jfi.utils.encoding import LARGEST_NUMBER, HashBuckets, HashedIds
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -105,58 +105,6 @@ class PolicyFields:
 
 
 @dataclass(frozen=True)
-class ItemColumn:
-    """A categorical column of the item that statistics count by.
-
-    Args:
-        key: of the candidate's field.
-        size: all ids are below it.
-        slots: of a column with lists the number of values that count, else 1.
-    """
-
-    key: str
-    size: int
-    slots: int
-
-
-@dataclass(frozen=True)
-class PastFields:
-    """The statistics of the past that a model reads, which a state of users counts.
-
-    Args:
-        user, item: names of the fields of the ids, of the user and of a candidate.
-        groups: of `data.statistics`.
-        window: the newest events that `similar` compares a target with.
-        half_lives: of `popularity`, in seconds.
-        is_implicit: whether every row is a positive.
-        num_known: the number of items that training knows.
-        categories: names of the categorical columns of the item.
-        columns: those of them that have values, by name.
-        session: name of the column of sessions that is read, or None.
-        numbers: by name the quantiles of the numbers of events that count.
-        values: by name of a categorical column of events the values that are counted.
-    """
-
-    user: str
-    item: str
-    groups: list[str]
-    window: int
-    half_lives: list[float]
-    is_implicit: bool
-    num_known: int
-    categories: list[str]
-    columns: dict[str, ItemColumn]
-    session: str | None = None
-    numbers: dict[str, list[float]] = field(default_factory=dict)
-    values: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """The statistics: the last of the numbers of a candidate, which no request has."""
-        return columns_of(self.groups, self.is_implicit, self.categories, self.numbers, self.values)
-
-
-@dataclass(frozen=True)
 class Schema:
     """All fields of a request.
 
@@ -169,7 +117,7 @@ class Schema:
         codec: fingerprint of the codec of semantic IDs, which a request names too, or None without such IDs.
         labels: names of the labels of a model with several, in the order of its outputs; [] for one.
         tasks: of each output, "binary" for a logit or "regression".
-        past: the statistics of the past that the model reads, or None.
+        statistics: of the past, which the model reads, or None.
         counted: fields of an event that these count by, of a model that reads no history.
         user_id: name of the column of the user's id, whether the model reads it or not.
         item_id: name of the column of the item's id, likewise.
@@ -184,11 +132,16 @@ class Schema:
     codec: str | None = None
     labels: list[str] = field(default_factory=list)
     tasks: list[Literal["binary", "regression"]] = field(default_factory=lambda: ["binary"])
-    past: PastFields | None = None
+    statistics: StatisticsSettings | None = None
     counted: list[Field] = field(default_factory=list)
     user_id: str | None = None
     item_id: str | None = None
     item_columns: list[str] = field(default_factory=list)
+
+    @property
+    def event_fields(self) -> list[Field]:
+        """The fields of an event that a state keeps: the model or its statistics read them."""
+        return self.event + self.counted
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Scorer:
                 policy = RequestPolicy(Policy.load(path / artifact.POLICY), info.schema.policy)
             except ValueError as fault:
                 raise ArtifactError(f"{path} has a policy that cannot be used: {fault}") from None
-        if info.schema.past is not None and state is None:
+        if info.schema.statistics is not None and state is None:
             make = f"`jfi state load --run {info.run or 'RUN'} --state FOLDER`"
             raise ArtifactError(f"{path} reads statistics of the past: serve it with --state FOLDER, made by {make}")
         limits = _limits(path, info, max_candidates, max_history)

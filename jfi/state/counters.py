@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jfi.events.events import event_values
+from jfi.events.groups import StatisticsSettings
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
-from jfi.serving.schema import PastFields, Schema
+from jfi.serving.schema import Schema
 from jfi.state.events import SentEvents
 from jfi.state.layout import TIME, EventLayout, hashes
 from jfi.state.lookups import Lookup
@@ -22,7 +23,7 @@ class StateCounters:
     """The statistics of a log that grows, by the ids of users, items and values.
 
     Args:
-        past: the statistics.
+        settings: of the statistics.
         schema: of requests, whose events have the columns that are counted by.
         layout: of the records of events.
 
@@ -30,21 +31,18 @@ class StateCounters:
         StateError: events lack such a column.
     """
 
-    def __init__(self, past: PastFields, schema: Schema, layout: EventLayout) -> None:
-        self.past, self._layout, self._vocabularies = past, layout, schema.vocabularies
-        fields = schema.event + schema.counted
-        keys = {one.name: one.keys for one in fields if one.kind in ("category", "slots", "quantile")}
-        read = {**past.columns, **past.numbers, **past.values}
+    def __init__(self, settings: StatisticsSettings, schema: Schema, layout: EventLayout) -> None:
+        self.settings, self._layout, self._vocabularies = settings, layout, schema.vocabularies
+        keys = {one.name: one.keys for one in schema.event_fields if one.kind in ("category", "slots", "quantile")}
+        read = {**settings.columns, **settings.numbers, **settings.values}
         if lacking := next((name for name in read if name not in keys), None):
             raise StateError(f"events have no field '{lacking}', which statistics of the past count by")
         #: By column of the item, number and categorical column of events the model's keys of its ids.
         self._columns, self._numbers, self._values = (
-            {name: keys[name] for name in names} for names in (past.columns, past.numbers, past.values)
+            {name: keys[name] for name in names} for names in (settings.columns, settings.numbers, settings.values)
         )
-        slots = {name: column.slots for name, column in past.columns.items()}
-        known = past.window, past.half_lives, past.is_implicit, past.num_known
         #: The counters, by digests.
-        self.live = LiveCounters(past.groups, past.categories, slots, *known, past.numbers, past.values)
+        self.live = LiveCounters(settings)
         self._digests: dict[tuple[str, int], int] = {}
 
     def changes(
@@ -72,7 +70,7 @@ class StateCounters:
             name: self.digests(name, np.stack([ids[key] for key in keys], axis=1))
             for name, keys in self._columns.items()
         }
-        sessions = None if self.past.session is None else sessions
+        sessions = None if self.settings.session is None else sessions
         of_events = event_values(
             {name: ids[key] for name, (key,) in self._numbers.items()},
             {name: [ids[key] for key in keys] for name, keys in self._values.items()},
@@ -87,7 +85,7 @@ class StateCounters:
         users, times = hashes([one.user for one in requests]), np.array([one.now for one in requests])
         values = {
             name: self.digests(name, np.concatenate([one.column_ids[column.key] for one in requests]))
-            for name, column in self.past.columns.items()
+            for name, column in self.settings.columns.items()
         }
         items = hashes([item for one in requests for item in one.items])
         rows = LiveRows(np.repeat(users, lengths), items, np.repeat(times, lengths), values)

@@ -82,7 +82,7 @@ class EventReader:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.layout, self.max_events = layout, max_events
-        self._max_future, self._clock, self._past = max_future, clock, layout.info.past
+        self._max_future, self._clock, self._past = max_future, clock, layout.info.statistics
         #: By name of a field of an event its kind.
         self.fields = {name: FIELDS[one.kind] for name, one in layout.columns.items()}
         #: Names of fields that all events of a body have or none.

@@ -22,7 +22,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from jfi.serving.schema import Field, PastFields, Schema
+from jfi.events.groups import StatisticsSettings
+from jfi.serving.schema import Field, Schema
 from jfi.state.stores import StateError, finding_damage
 
 TIME, EVENT_ID, USER = "time", "event_id", "user"
@@ -68,7 +69,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         item: the name of the column of the item's id, by which events of one time are sorted; None without one.
         is_numbered: whether items that are integers are sorted by their numbers.
         codec: fingerprint of the codec of semantic IDs, or None.
-        past: the statistics of the past that the state has, or None.
+        statistics: of the past, which the state has, or None.
         id: of the store, whose numbers are no other's.
         items, users: the columns of items and of users, beside their ids.
     """
@@ -79,7 +80,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     item: str | None = None
     is_numbered: bool = False
     codec: str | None = None
-    past: PastFields | None = None
+    statistics: StatisticsSettings | None = None
     id: str = ""
     items: list[Column] = []
     users: list[Column] = []
@@ -159,8 +160,8 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
     Raises:
         StateError: an event has a field with the name of one of `OWN_FIELDS`.
     """
-    fields = schema.event + schema.counted
-    for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.past is not None else ())):
+    fields = schema.event_fields
+    for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.statistics is not None else ())):
         if any(one.name == name for one in fields):
             raise StateError(f"an event has a field '{name}', which is one of the server's own; rename the column")
     columns, users = _columns(fields), _columns(one for one in schema.user if one.name != schema.user_id)
@@ -171,8 +172,8 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
         columns += [Column(one.name, POLICY_KINDS[of]) for of, one in read if one.name not in known]
     item = schema.item_id if any(one.name == schema.item_id and one.kind == "text" for one in columns) else None
     is_numbered = item is None or all(map(is_integer, schema.vocabularies.get(item, [])))
-    past = None if schema.past is None else comparable(schema.past, schema)
-    own = {"codec": schema.codec, "past": past, "items": items, "users": users}
+    settings = None if schema.statistics is None else comparable(schema.statistics, schema)
+    own = {"codec": schema.codec, "statistics": settings, "items": items, "users": users}
     return EventLayout(StateInfo(FORMAT, max_history, columns, item, is_numbered, **own))
 
 
@@ -184,11 +185,12 @@ def _columns(fields: Iterable[Field]) -> list[Column]:
     ]
 
 
-def comparable(past: PastFields, schema: Schema) -> PastFields:
+def comparable(settings: StatisticsSettings, schema: Schema) -> StatisticsSettings:
     """Returns the statistics without what differs between vocabularies."""
-    hashed = {one.name for one in schema.event + schema.counted if one.num_buckets}
-    columns = {name: replace(one, key="", size=one.size if name in hashed else 0) for name, one in past.columns.items()}
-    return replace(past, num_known=1, columns=columns)
+    hashed = {one.name for one in schema.event_fields if one.num_buckets}
+    columns = settings.columns.items()
+    sized = {name: replace(one, key="", size=one.size if name in hashed else 0) for name, one in columns}
+    return replace(settings, num_known=1, columns=sized)
 
 
 def user_key(user: str) -> bytes:

@@ -13,7 +13,6 @@ from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.read import SourceTables
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.columns import nth_values
-from jfi.events.counters import counters_of
 from jfi.serving.schema import LONGEST_ID, Schema
 from jfi.state.columns import Entity
 from jfi.state.counters import StateCounters
@@ -57,8 +56,8 @@ def fill(
         of_log = [of for of, table in (("item", config.items), ("user", config.users)) if table is None]
         settings = _log_settings(config, requests, layout.info, of_log)
         users, events = _load(store, layout, settings, schema, of_log)
-        if requests.past is not None:
-            store.put(counter_records(StateCounters(requests.past, requests, layout), config, schema))
+        if requests.statistics is not None:
+            store.put(counter_records(StateCounters(requests.statistics, requests, layout), config, schema))
     write_tables(store, layout.info, config, schema)
     write_layout(store, layout)
     return users, events
@@ -75,23 +74,21 @@ def counter_records(counters: StateCounters, config: DataConfig, schema: DataSch
     Raises:
         DataError: the log is missing or malformed.
     """
-    past, sessions = counters.past, None
+    settings = counters.settings
     with read_log(config, schema) as (made, log):
-        if past.session is not None:
-            coded = log.categories(past.session, "event")
-            ids = hashes([*coded.values.to_pylist(), None])  # the code of none is -1
-            sessions = lambda events: ids[coded.codes[events]]  # noqa: E731
-        of = {"user": past.user, "item": past.item}
+        session = None if settings.session is None else Column(settings.session, "session")
+        sessions = None if session is None else _Values(session, log, Dictionaries()).at
+        of = {"user": settings.user, "item": settings.item}
         digests = {part: hashes(log.categories(name, part).values.to_pylist()) for part, name in of.items()}
-        for name, column in past.columns.items():
+        for name, column in settings.columns.items():
             digests[f"column {name}"] = counters.digests(name, np.arange(column.size))
-        yield from counters.live.records_of(counters_of(made.index, sessions), made.index.sets, digests)
+        yield from counters.live.records_of(made.index, digests, sessions)
 
 
 def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log: Collection[Entity]) -> DataConfig:
     """The section `data` of a run, with what a log needs: neither labels and splits nor columns of tables."""
     config = config.resolved()
-    own = {one.name for one in requests.event + requests.counted if one.kind != "cross"}
+    own = {one.name for one in requests.event_fields if one.kind != "cross"}
     has_policy = requests.policy is not None
     read = {"event": own, "item": own, "user": set()}
     for of, columns in (("item", info.items), ("user", info.users)):

@@ -33,8 +33,7 @@ class ModelIds:
     """
 
     def __init__(self, layout: EventLayout, schema: Schema, known: Mapping[str, Encoding], texts: Texts) -> None:
-        fields = schema.event + schema.counted
-        for one in fields:
+        for one in schema.event_fields:
             for name in one.columns if one.kind == "cross" else [one.name] if one.kind in KINDS else []:
                 check_column("events", name, layout.columns.get(name), one)
         for role, one in ({} if schema.policy is None else schema.policy.fields()).items():
@@ -47,7 +46,7 @@ class ModelIds:
         if has_sids and layout.info.codec not in (schema.codec, None):
             what = f"semantic IDs of the codec {layout.info.codec}, and the model reads those of {schema.codec}"
             raise StateError(f"the state has {what}; load it by `jfi state load`")
-        self._fields = [one for one in fields if one.kind != "age"]
+        self._fields = [one for one in schema.event_fields if one.kind != "age"]
         self._ids = {
             one.name: Ids(one.name, known[one.name], one, texts)
             for one in self._fields
@@ -58,8 +57,15 @@ class ModelIds:
             one.name: _CrossIds(one, known[one.name], texts) for one in self._fields if one.kind == "cross"
         }
 
-    def __call__(self, records: np.ndarray) -> dict[str, np.ndarray]:
+    def __call__(
+        self, records: np.ndarray, texts: Mapping[str, Sequence[str | None]] | None = None
+    ) -> dict[str, np.ndarray]:
         """Returns by key of the model's inputs the ids `[S]` int64 of records `[S]`.
+
+        Args:
+            records: of events.
+            texts: of new events, whose texts may have no numbers yet, by column of texts `[S]`, of lists of texts
+                `[S * size]`; they are read in place of numbers, and crosses are left out.
 
         Raises:
             StateError: a record has a number that its dictionary has not.
@@ -67,34 +73,17 @@ class ModelIds:
         found = {}
         for one in self._fields:
             if one.kind == "cross":
-                found[one.keys[0]] = self._crosses[one.name]([records[name] for name in one.columns])
+                if texts is None:
+                    found[one.keys[0]] = self._crosses[one.name]([records[name] for name in one.columns])
             elif one.kind == "quantile":
                 found[one.keys[0]] = quantile_ids(records[one.name], self._edges[one.name], one.default)
             elif one.kind == "sid":
                 found[one.keys[0]] = records[one.name].astype(np.int64)
-            elif one.kind == "category":
-                found[one.keys[0]] = self._ids[one.name](records[one.name])
             else:
-                ids = self._ids[one.name](records[one.name][:, : len(one.keys)])
-                found |= {key: ids[:, slot] for slot, key in enumerate(one.keys)}
-        return found
-
-    def of_texts(self, records: np.ndarray, texts: Mapping[str, Sequence[str | None]]) -> dict[str, np.ndarray]:
-        """Returns by key ids `[N]` of events that may have no numbers yet, but for crosses and semantic IDs.
-
-        Args:
-            records: `[N]`, with the numbers of columns that are numbers.
-            texts: by column of texts `[N]`, of lists of texts `[N * size]`.
-        """
-        found = {}
-        for one in self._fields:
-            if one.kind == "quantile":
-                found[one.keys[0]] = quantile_ids(records[one.name], self._edges[one.name], one.default)
-            elif one.kind == "category":
-                found[one.keys[0]] = self._ids[one.name].of_texts(texts[one.name])
-            elif one.kind == "slots":
-                ids = self._ids[one.name].of_texts(texts[one.name]).reshape(len(records), -1)
-                found |= {key: ids[:, slot] for slot, key in enumerate(one.keys)}
+                numbers, coded = records[one.name], self._ids[one.name]
+                ids = coded(numbers) if texts is None else coded.of_texts(texts[one.name]).reshape(numbers.shape)
+                # A state may keep more values of a list than the model reads.
+                found |= zip(one.keys, [ids] if one.kind == "category" else ids.T, strict=False)
         return found
 
 

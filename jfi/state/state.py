@@ -3,13 +3,14 @@
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, islice
 
 import msgspec
 import numpy as np
 
+from jfi.events.groups import StatisticsSettings
 from jfi.serving.requests import Encoded, Request, RequestReader
-from jfi.serving.schema import PastFields
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_columns
 from jfi.state.counters import StateCounters
@@ -96,8 +97,8 @@ class UserState:
         if reader.limits.max_history > info.max_history:
             what = f"keeps {info.max_history} events of a user, and the model reads {reader.limits.max_history}"
             raise StateError(f"the state {what}; load it by `jfi state load` of a run with that `data.max_history`")
-        if schema.past is not None:
-            _check_statistics(info.past, comparable(schema.past, schema))
+        if schema.statistics is not None:
+            _check_statistics(info.statistics, comparable(schema.statistics, schema))
         #: Numbers and texts that were read.
         self._cache = Cache()
         self._ids = ModelIds(self.layout, schema, reader.known, self.texts)
@@ -110,8 +111,8 @@ class UserState:
         }
         #: The statistics of the past that events are counted in, or None.
         self.counters = None
-        if info.past is not None:
-            self.counters = StateCounters(schema.past or info.past, schema, self.layout)
+        if info.statistics is not None:
+            self.counters = StateCounters(schema.statistics or info.statistics, schema, self.layout)
 
     def texts(self, values: str, numbers: Iterable[int]) -> list[str | None]:
         """Returns the texts of numbers of a column, None for 0.
@@ -162,14 +163,14 @@ class UserState:
                 except BadRequestError as fault:
                     results.append(fault)
                     continue
-                records, rows = self._numbered(events, names), np.concatenate(list(rows_of.values()))
-                now |= self._merged(events, records, rows_of, now, names)
+                rows = np.concatenate(list(rows_of.values()))
+                now |= self._merged(events, rows_of, now, names)
                 if self.counters is not None:
                     counted.keep_ids(events, rows)
                     added.append((events, rows))
                 results.append(Added(len(rows), len(events) - len(rows)))
             if added:
-                counted.changes |= self.counters.changes(get, added, self._ids.of_texts)
+                counted.changes |= self.counters.changes(get, added, self._ids)
             new.update(names.new)
             changed = {user_key(user): now[user].tobytes() for user in users if now[user] is not before[user]}
             return changed | names.changes() | counted.changes
@@ -232,7 +233,7 @@ class UserState:
         asked = [one.stored for one in found if one.stored is not None]
         for stored in asked:
             stored.is_available = is_available
-        if self.reader.schema.past is None or not asked or not is_available:
+        if self.reader.schema.statistics is None or not asked or not is_available:
             return found
         statistics = iter(self.counters.read(self.store.get, asked))
         return [one if one.stored is None else self.reader.with_statistics(one, next(statistics)) for one in found]
@@ -314,32 +315,18 @@ class UserState:
         return rows
 
     def _merged(
-        self,
-        events: SentEvents,
-        records: np.ndarray,
-        rows_of: dict[str, np.ndarray],
-        now: dict[str, np.ndarray],
-        names: Dictionaries,
+        self, events: SentEvents, rows_of: dict[str, np.ndarray], now: dict[str, np.ndarray], names: Dictionaries
     ) -> dict[str, np.ndarray]:
-        """Returns by user the records with the new events of a body."""
-        merged = {}
-
-        def texts(numbers: list[int]) -> list[str | None]:
-            return names.texts(self.layout.item, numbers)
-
+        """Returns by user the records with the new events of a body, and with the numbers of their texts."""
+        merged, records = {}, events.records.copy()
+        for name, texts in events.texts.items():
+            records[name] = names.numbers(name, texts).reshape(records[name].shape)
         for user, rows in rows_of.items():
             if self.counters is not None:
                 rows = rows[events.in_history[rows]]
             if len(rows):
-                merged[user] = self.layout.merge(now[user], records[rows], texts)
+                merged[user] = self.layout.merge(now[user], records[rows], partial(names.texts, self.layout.item))
         return merged
-
-    def _numbered(self, events: SentEvents, names: Dictionaries) -> np.ndarray:
-        """The records of events with the numbers of their texts."""
-        records = events.records.copy()
-        for name, texts in events.texts.items():
-            records[name] = names.numbers(name, texts).reshape(records[name].shape)
-        return records
 
 
 def _decoded(found: bytes | None) -> StateInfo:
@@ -394,7 +381,7 @@ def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.nd
         yield user, layout.records(value, user)
 
 
-def _check_statistics(own: PastFields | None, wanted: PastFields) -> None:
+def _check_statistics(own: StatisticsSettings | None, wanted: StatisticsSettings) -> None:
     """Raises StateError if a state does not have the statistics that a model reads."""
     load = "load it from the log by `jfi state load`"
     if own is None:

@@ -10,7 +10,7 @@ import pytest
 from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.events.groups import GROUPS
-from jfi.serving.dataset_schema import past_fields, schema_of
+from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.state.events import EventReader
@@ -71,7 +71,7 @@ class Replay:
         self.schema = load_dataset(self.config).schema
         pq.write_table(pa.Table.from_pylist(log[:known], KINDS), folder / "known.parquet")
         fields = schema_of(self.config, self.schema, True, True)
-        self.fields = dataclasses.replace(fields, past=past_fields(self.config, self.schema))
+        self.fields = dataclasses.replace(fields, statistics=statistics_settings(self.config, self.schema))
         interactions = str(folder / "known.parquet") if known else "none"
         fill(store, self.fields, self.config, self.schema, interactions)
         self.reader = RequestReader(self.fields, Limits(100, 20), state=layout_of(self.fields, 20).info)
@@ -169,9 +169,9 @@ def test_faults_of_what_is_counted_are_named(log, tmp_path, new_store, change, m
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
 def test_other_statistics_are_refused(log, tmp_path, new_store):
     replay = Replay(log, CASES["labels"], tmp_path, new_store(), 0)
-    past = dataclasses.replace(replay.fields.past, half_lives=[1.0, 2.0, 3.0, 4.0])
+    past = dataclasses.replace(replay.fields.statistics, half_lives=[1.0, 2.0, 3.0, 4.0])
     with pytest.raises(StateError, match=r"has other statistics of the past, half_lives .* and not \[1.0, 2.0, "):
         reads = RequestReader(
-            dataclasses.replace(replay.fields, past=past), Limits(100, 20), state=replay.state.layout.info
+            dataclasses.replace(replay.fields, statistics=past), Limits(100, 20), state=replay.state.layout.info
         )
         UserState(replay.state.store, reads)

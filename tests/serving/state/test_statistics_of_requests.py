@@ -160,7 +160,7 @@ def test_a_server_without_the_statistics_is_refused_with_advice(folder, store, n
     with pytest.raises(ArtifactError, match=make):
         Scorer(path)
     other, schema = new_store(), Scorer(path, state=StateSettings(store)).info.schema
-    write_layout(other, layout_of(dataclasses.replace(schema, past=None), 20))
+    write_layout(other, layout_of(dataclasses.replace(schema, statistics=None), 20))
     with pytest.raises(ArtifactError, match=r"the state of users has no statistics of the past.*`jfi state load`"):
         Scorer(path, state=StateSettings(other))
 
@@ -169,7 +169,7 @@ def test_statistics_are_never_those_of_the_caller(folder, past_scorer):
     log, reader = pq.read_table(folder / "log.parquet"), past_scorer.reader
     now = float(log["timestamp"].to_pylist()[-1] + 60)
     request = request_of(log, "u3", rows_after(log, "u3", now), now)
-    assert not set(reader.schema.past.names) & reader.fields["candidates"].keys()
+    assert not set(reader.schema.statistics.names) & reader.fields["candidates"].keys()
     given = [one | {"past_item_count": 0.5} for one in request["candidates"]]
     with pytest.raises(BadRequestError, match=r"candidates\[0\] has an unknown field 'past_item_count'"):
         reader(request | {"candidates": given})
@@ -219,7 +219,7 @@ def test_a_store_that_does_not_answer_gives_the_means(folder, past_scorer, monke
     cold = dataclasses.replace(past_scorer._settings, cold_if_unavailable=True)
     monkeypatch.setattr(past_scorer, "_settings", cold)
     (scores,) = past_scorer.score([read])
-    assert not read.stored.is_available and not read.dense[:, -len(reader.schema.past.names) :].any()
+    assert not read.stored.is_available and not read.dense[:, -len(reader.schema.statistics.names) :].any()
     without_state = dataclasses.replace(read, stored=None)
     assert past_scorer.score([without_state])[0] == scores
 
