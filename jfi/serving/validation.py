@@ -11,7 +11,7 @@ import torch
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
 from jfi.serving.schema import KINDS, LATEST, LONGEST_ID, LONGEST_TEXT, MAX_VALUES, Field
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, text_of
+from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, are_canonical, text_of
 from jfi.utils.errors import suggest
 
 #: Values of a field, row by row: as JSON has them, or an array of those that `numbers` has checked.
@@ -143,7 +143,9 @@ def texts(
         refuse(one, values, place, [type(value) in _TEXTS for value in values])
     if only_equality and kinds <= {int, type(None)}:
         return values
-    if kinds <= {str, type(None)}:  # many are equal
+    if kinds == {str} and are_canonical(values):
+        found = distinct = values
+    elif kinds <= {str, type(None)}:  # many are equal
         by_value = {value: text_of(value) for value in set(values)}
         found, distinct = list(map(by_value.__getitem__, values)), by_value.values()
     else:

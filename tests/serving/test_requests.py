@@ -1,6 +1,7 @@
 """Requests that are not as they should be are refused by their place."""
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.server.body import MAX_PARTS, parse, read_body
 from jfi.serving.validation import columns_of
 from jfi.state.layout import layout_of
-from jfi.utils.encoding import HashBuckets, Vocabulary
+from jfi.utils.encoding import HashBuckets, Vocabulary, are_canonical, text_of
 
 SCHEMA = Schema(
     user=[Field("city", "category", ["city"]), Field("income", "number", mean=10.0, deviation=2.0)],
@@ -227,3 +228,29 @@ def test_a_value_has_one_text(buckets, few, monkeypatch):
                     assert set(found.ids["tags"].tolist()) == (set() if text is None else {expected}), value
                     if others == ['"zzz"']:
                         assert found.ids["item"][1] == filler
+
+
+def test_texts_that_are_canonical_stay_as_they_are():
+    draw, found = random.Random(0), set()
+    words = [
+        "a",
+        "item-7",
+        "17",
+        "007",
+        "7.0",
+        "-0",
+        "1e+16",
+        "True",
+        "FALSE",
+        "true",
+        "",
+        "ü",
+        "\ud800",
+        "\u0663",
+        " 1",
+    ]
+    for _ in range(2000):
+        texts = [draw.choice(words) for _ in range(draw.choice([1, 1, 2, 5]))]
+        found.add(are_canonical(texts))
+        assert not are_canonical(texts) or [text_of(one) for one in texts] == texts
+    assert found == {True, False} and are_canonical(["item-7", "x"]) and are_canonical(["17", "007"])
