@@ -134,7 +134,7 @@ def parts(
         wait()
 
     def decode(i: int) -> None:
-        state._filled(requests[i % BODIES], histories[i % BODIES])
+        state._with_events(requests[i % BODIES], histories[i % BODIES])
 
     measured = {
         "JSON parsed": lambda i: scorer.reader.read(bodies[i % BODIES]),
