@@ -237,35 +237,40 @@ def largest_file(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.slow
-def test_an_export_without_space_is_one_line_and_leaves_nothing(exported, tmp_path, monkeypatch, capsys):
-    """In the compiler's cache, in what the compiler says, in the package and in the tables."""
-    out = tmp_path / "out"
+def _compiler_without_space(program, *, package_path, inductor_configs):
+    fault = CppCompileError(["g++"], "g++: fatal error: cannot write x.o: No space left on device")
+    raise InductorError(fault, None) from fault
 
-    def compiler(program, *, package_path, inductor_configs):
-        fault = CppCompileError(["g++"], "g++: fatal error: cannot write x.o: No space left on device")
-        raise InductorError(fault, None) from fault
 
-    def package(program, *, package_path, inductor_configs):
-        package_path.write(b"libstdc++.so" + bytes(100_000))
+def _package_of(size: int):
+    return lambda program, *, package_path, inductor_configs: package_path.write(b"libstdc++.so" + bytes(size))
 
-    def small_package(program, *, package_path, inductor_configs):
-        package_path.write(b"libstdc++.so")
 
-    for compile_with, size, message in (
-        (None, 2000, "File too large"),
-        (compiler, 1 << 30, "No space left on device"),
-        (package, 90_000, ".out.[^/]*/files/model.pt2: File too large"),
-        (small_package, 100, ".out.[^/]*/files/tables.safetensors: File too large"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache-{size}"))
-            if compile_with is not None:
-                patch.setattr("jfi.serving.export.aoti_compile_and_package", compile_with)
-            with largest_file(size):
-                code, text = said("export", capsys, "--run", exported.run, "--out", out)
-        assert code == 3 and text.count("\n") == 1 and re.fullmatch(rf"error: /.*{message}\n", text), text
-        assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+@pytest.mark.parametrize(
+    ("compile_with", "size", "message"),
+    [
+        (_compiler_without_space, 1 << 30, "No space left on device"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (None, 2000, "File too large"),
+                (_package_of(100_000), 90_000, ".out.[^/]*/files/model.pt2: File too large"),
+                (_package_of(0), 100, ".out.[^/]*/files/tables.safetensors: File too large"),
+            )
+        ),
+    ],
+    ids=["in what the compiler says", "in its cache", "in the package", "in the tables"],
+)
+def test_an_export_without_space_is_one_line_and_leaves_nothing(
+    exported, tmp_path, monkeypatch, capsys, compile_with, size, message
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    if compile_with is not None:
+        monkeypatch.setattr("jfi.serving.export.aoti_compile_and_package", compile_with)
+    with largest_file(size):
+        code, text = said("export", capsys, "--run", exported.run, "--out", tmp_path / "out")
+    assert code == 3 and text.count("\n") == 1 and re.fullmatch(rf"error: /.*{message}\n", text), text
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
 def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
