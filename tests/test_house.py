@@ -12,7 +12,7 @@ BUDGET = {
     "cli": 1448,
     "cpu": 922,
     "cuda_graphs": 787,
-    "data": 8236,
+    "data": 8228,
     "distributed": 2201,
     "events": 2319,
     "follow": 1598,
