@@ -41,7 +41,10 @@ class TrainingConfig:
             their tables; there are also some after steps 1, 2, 4 and so on below it, and before each evaluation.
         publish_every: with `jfi train --follow`, seconds between two versions of the model that are published in the
             run's folder `published`, from where `jfi serve --follow` applies them as they come; null publishes none.
-            Needs `optimizer.ema_decay: null`.
+            Needs `optimizer.ema_decay: null`. It may be changed later, as `publish_if`.
+        publish_if: a rule such as `auc >= .7 or rows < 1000` on the scores of the hour of log time so far, each row
+            scored before it was trained on: no version is published while it does not hold. Scores are `ne` and `auc`,
+            `rmse` of a regression, and `rows`; of several labels such as `auc_like`. Null publishes always.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
         monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), `user_auc` (AUC per
             user, highest), or one of those that `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full`
@@ -86,6 +89,7 @@ class TrainingConfig:
     gradient_accumulation_steps: Count = 1
     admit_every: Count = 100
     publish_every: NonNegative | None = None
+    publish_if: str | None = None
     eval_batch_size: Count = 4096
     monitor: str = "auto"
     eval_every: Natural = 0
@@ -111,12 +115,8 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_bounds(self, "training.", ConfigError)
         parts, most = self.gradient_accumulation_steps, self.batch_size
-        require(
-            most is None or parts <= most,
-            "training.gradient_accumulation_steps",
-            parts,
-            f"at most training.batch_size, {most}",
-        )
+        must = f"at most training.batch_size, {most}"
+        require(most is None or parts <= most, "training.gradient_accumulation_steps", parts, must)
 
     def ranking_kinds(self) -> dict[Literal["sampled", "full"], str]:
         """Returns by kind of candidates that `ranking` asks for, how the names of its metrics end."""

@@ -9,7 +9,7 @@ import torch
 from jfi.cli.export import schema_of_run
 from jfi.follow.start import follow
 from jfi.serving import MAX_CANDIDATES
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.published import numbers, path_of, read_version
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
@@ -47,7 +47,7 @@ def test_the_last_version_scores_as_an_export_of_the_run(followed, tmp_path):
     assert found[-1].place["part"] == "part-0002.parquet" and found[-1].version > 10
     assert {one.kind for one in found} >= {"artifact", "snapshot"}  # the tables are tiny
     run = load_run(followed)
-    export(tmp_path / "artifact", run.model, schema_of_run(run), Limits(MAX_CANDIDATES, run.schema.max_history))
+    Export(run.model, schema_of_run(run), Limits(MAX_CANDIDATES, run.schema.max_history)).write(tmp_path / "artifact")
     chain = VersionChain(folder, Scorer, refused=pytest.fail)
     assert chain.manifest.version == found[-1].version
     scorer, fresh = chain.take_scorer(), Scorer(tmp_path / "artifact")

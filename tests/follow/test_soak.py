@@ -21,7 +21,7 @@ import pytest
 from jfi.cli.export import schema_of_run
 from jfi.follow.start import follow
 from jfi.serving import MAX_CANDIDATES
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.published import numbers
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, StateSettings
@@ -272,7 +272,7 @@ def check_scores(run: Path, folder: Path, asked: list[dict], found: list[dict]) 
     """The server's answers are those of an export of the run, to the bit."""
     saved = load_run(run)
     limits = Limits(MAX_CANDIDATES, saved.schema.max_history)
-    export(folder / "artifact", saved.model, schema_of_run(saved), limits)
+    Export(saved.model, schema_of_run(saved), limits).write(folder / "artifact")
     with closing(LmdbStore(folder / "users")) as store:
         scorer = Scorer(folder / "artifact", state=StateSettings(store))
         wanted = [scorer.score([scorer.reader(body)])[0] for body in asked]
