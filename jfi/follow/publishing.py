@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 
 from jfi.data import DataSchema
@@ -56,8 +55,8 @@ def publishing(
         except ValueError as fault:
             raise ConfigError(f"training.publish_every: {fault}") from fault
         stack.enter_context(closing(publisher))
-        position, scores = trainer.place and trainer.place.named(), partial(trainer.windows.metrics, "hour")
-        hook = PublishHook(publisher, seconds, position, publish_if=rule, scores=scores)
+        begin = trainer.place and trainer.place.named()
+        hook = PublishHook(publisher, seconds, begin, publish_if=rule, scores=lambda: trainer.windows.metrics("hour"))
         if (number := hook.begin()) is not None:
             print(f"published version {number}: {folder}", flush=True)
         return hook

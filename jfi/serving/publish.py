@@ -54,8 +54,9 @@ def publish_artifact(folder: Path, export: Export) -> Version:
     Raises:
         PublishedError: another process writes the folder, such as a trainer.
     """
-    traced, versions = export.program(), VersionFolder(folder)
+    versions = VersionFolder(folder)
     try:
+        traced = export.program()
         return _write_artifact(versions, export, traced, _fingerprint(export, traced[0]))
     finally:
         versions.close()
@@ -220,8 +221,8 @@ class Publisher:
 class PublishHook:
     """Publishes every so many seconds, in a training loop that calls it once a step and once a part of the log.
 
-    A part that takes less time is published at its end alone. No failure ends the loop: where the storage fails, the
-    next attempt waits twice as long as the last one, at most ten minutes. What is not published is in the next version.
+    A part that takes less time is published at its end alone. No failure ends the loop: the next attempt waits twice as
+    long as the last one, at most ten minutes, and has all changes since the last version. Only `close` raises.
 
     Args:
         publisher: writes the versions.
@@ -263,8 +264,9 @@ class PublishHook:
             raise ValueError(f"seconds must be at least 0, got {seconds}")
         self._publisher, self._seconds, self._clock = publisher, seconds, clock
         self._rule, self._scores = None if publish_if is None else parse_rule(publish_if), scores
+        known = [name for name, value in scores().items() if not isinstance(value, str)]
         for name in [] if self._rule is None else self._rule.columns:
-            if name not in (known := scores()):
+            if name not in known:
                 raise InputError(f"training.publish_if: '{publish_if}' reads '{name}', must be of {', '.join(known)}")
         self._log_position, self._reason = log_position, ""
         #: Times of the last version, and of the first change since; None without one.
@@ -299,9 +301,13 @@ class PublishHook:
             self._try()
 
     def close(self) -> None:
-        """Publishes the changes since the last version, if there are any."""
+        """Publishes the changes since the last version, if there are any.
+
+        Raises:
+            OSError: the storage fails.
+        """
         self._next = -math.inf
-        self._try()
+        self._try(())
 
     def _try(self, tolerated: tuple[type[Exception], ...] = (OSError, InputError)) -> int | None:
         """Publishes, unless there is no change or it is too early; a warning says why it could not."""
@@ -320,8 +326,8 @@ class PublishHook:
             self.failures += 1
             wait = min(max(self._seconds, _RETRY) * 2 ** min(self.failures, 10), _LAST_RETRY)
             self._next = self._clock() + wait
-            what = "no version could be written, %s times in a row; training goes on, the next one has all changes: %s"
-            _log.warning(what, self.failures, error)
+            what = "no version could be written, %s times in a row; training goes on, next attempt in %.0f s: %s"
+            _log.warning(what, self.failures, wait, error)
             return None
         self._last, self._changed = self._clock(), None
         self.failures, self.held_back, self._reason = 0, 0, ""

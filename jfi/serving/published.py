@@ -205,6 +205,7 @@ class VersionFolder:
         self.path = path
         #: The version that was written last.
         self.last: Version | None = None
+        numbers(path)  # refuses a file
         path.mkdir(parents=True, exist_ok=True)
         held, what = ExitStack(), "publishes to this folder; each run needs one of its own"
         held.enter_context(locking(path / LOCK, lambda by: PublishedError(f"{path}: {by} {what}")))

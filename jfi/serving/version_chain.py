@@ -27,7 +27,7 @@ from jfi.utils.files import NO_FILE
 
 @dataclass(frozen=True)
 class Step:
-    """What leads to another version: a change of the scorer that serves, or a new scorer."""
+    """A step to another version: a change of the scorer that serves, or a new scorer."""
 
     version: Version
     base: Version

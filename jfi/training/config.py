@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jfi.data import DataConfig
+from jfi.data.schema.rules import parse_rule
 from jfi.data.setting_types import Count, Finite, Natural, NonNegative, Positive, Seed, check_bounds
 from jfi.training.model_config import (
     ConfigError,
@@ -120,14 +121,12 @@ class TrainingConfig:
 
     def ranking_kinds(self) -> dict[Literal["sampled", "full"], str]:
         """Returns by kind of candidates that `ranking` asks for, how the names of its metrics end."""
-        if self.ranking == "none":
-            return {}
-        return {"sampled": ""} if self.ranking == "sampled" else {"sampled": "", "full": "_full"}
+        kinds: dict = {"none": {}, "sampled": {"sampled": ""}, "full": {"sampled": "", "full": "_full"}}
+        return kinds[self.ranking]
 
     def ranking_metrics(self) -> list[str]:
         """The names of the metrics that `ranking` computes for implicit feedback."""
-        suffixes = self.ranking_kinds().values()
-        return [f"{name}@{self.ranking_k}{suffix}" for suffix in suffixes for name in ("hr", "ndcg")]
+        return [f"{name}@{self.ranking_k}{end}" for end in self.ranking_kinds().values() for name in ("hr", "ndcg")]
 
 
 @dataclass
@@ -151,6 +150,9 @@ class Config:
         averages, every = self.optimizer.ema_decay, self.training.publish_every
         why = "null with training.publish_every: each step changes the averages of all rows"
         require(every is None or averages in (None, "auto"), "optimizer.ema_decay", averages, why)
+        if (rule := self.training.publish_if) is not None:
+            require(every is not None, "training.publish_if", rule, "null without training.publish_every")
+            parse_rule(rule)
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
         if self.data.batching == "user":
@@ -199,13 +201,9 @@ class Config:
             known = [name for name in known if name not in ("rmse", "mae")]
             known += [f"{name}_{label}" for label, names in own.items() for name in names]
         known = [*dict.fromkeys(known), *([] if labeled else ranked)]
-        why = ""
-        if "@" in monitor and labeled:
+        why = "; see training.ranking" if "@" in monitor else ""
+        if why and labeled:
             why = "; hr@k and ndcg@k are metrics of implicit feedback, and the data has labels"
-        elif "@" in monitor and not ranked:
-            why = "; set training.ranking for hr@k and ndcg@k"
-        elif "@" in monitor:
-            why = "; see training.ranking"
         must = f"{', '.join(known[:-1])} or {known[-1]}{why}"
         require(monitor in ("auto", *known), "training.monitor", monitor, must)
 

@@ -234,7 +234,7 @@ def test_an_hour_with_kills_of_trainer_and_server(run, tmp_path, record_property
         while min(len(one.killed) for one in programs) < KILLS:
             tick()
             time.sleep(0.1)
-        while (surely(f"{address}/health", None, tick)["place"] or {}).get("part") != last:
+        while (surely(f"{address}/health", None, tick)["log_position"] or {}).get("part") != last:
             tick()
             time.sleep(0.1)
         asker.is_over.set()

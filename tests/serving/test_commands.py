@@ -23,7 +23,9 @@ import torch
 from torch._inductor.cpp_builder import cpp_compiler_search
 from torch._inductor.exc import CppCompileError, InductorError
 
-from jfi.serving.artifact import ArtifactError, read
+from jfi.serving.artifact import MODEL, ArtifactError, read, sha256_of
+from jfi.serving.published import ARTIFACT, MANIFEST, numbers, path_of, read_version
+from jfi.utils.files import LOCK, locking
 
 from .conftest import ROOT, rewriting
 
@@ -232,6 +234,51 @@ def test_an_export_without_space_is_one_line_and_leaves_nothing(exported, tmp_pa
                 code, text = said("export", capsys, "--run", exported.run, "--out", out)
         assert code == 3 and text.count("\n") == 1 and re.fullmatch(rf"error: /.*{message}\n", text), text
         assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_export_publishes_versions_that_a_server_follows(exported, scorer, tmp_path, monkeypatch, capsys, request_body):
+    """With the compiled part of the run's artifact: compiling is what takes long."""
+    compiled = exported.path / MODEL
+    monkeypatch.setattr("jfi.serving.export.write_package", lambda _, path, *__: shutil.copy(compiled, path))
+    folder, sums, wanted = tmp_path / "versions", tmp_path / "sums", scorer.score([scorer.reader(request_body)])[0]
+
+    def publish(number: int) -> str:
+        commands.run("export", "--run", exported.run, "--publish", folder)
+        path, text = path_of(folder, number), capsys.readouterr().out
+        assert f"published version {number}: {path} (float32 tables, for cpu)" in text
+        sha256 = sha256_of(path / ARTIFACT)
+        assert f"sha256 {sha256}\n" in text
+        assert read_version(folder, number).manifest.parent is None
+        return f"{sha256}\n"
+
+    def until(name: str, wanted: object) -> None:
+        while wanted not in str(json.load(urllib.request.urlopen(f"{address}/health"))[name]):
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    sums.write_text(publish(1))
+    with server("--follow", folder, "--sha256", sums) as (process, address):
+        second = publish(2)
+        until("refused_reason", f"0000000002/artifact has the SHA-256 {second.strip()}")
+        assert post(address, request_body)["version"] == 1
+        sums.write_text(sums.read_text() + second)
+        (path_of(folder, 2) / MANIFEST).touch()  # it is looked at again
+        until("version", "2")
+        found = post(address, request_body)
+        assert found["version"] == 2 and found["scores"] == pytest.approx(wanted, abs=1e-6)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    say = partial(said, "export", capsys, "--run", exported.run, "--publish")
+    (tmp_path / "file").touch()
+    assert say(tmp_path / "file") == (2, f"error: {tmp_path}/file is a file, must be a folder of published versions\n")
+    with locking(folder / LOCK, ValueError):
+        code, text = say(folder)
+    assert code == 2 and re.fullmatch(rf"error: {folder}: process .* publishes to this folder; .*\n", text)
+    with largest_file(100):
+        code, text = say(folder)
+    assert code == 3 and text.endswith(": File too large\n") and text.count("\n") == 1
+    assert numbers(folder) == [1, 2] and not [one for one in folder.iterdir() if "unfinished" in one.name]
+    assert commands.call("export", "--run", exported.run, "--publish", folder, "--out", tmp_path / "out") == 2
 
 
 def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
