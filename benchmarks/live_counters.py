@@ -21,7 +21,7 @@ import torch
 from benchmarks import report
 from benchmarks.run import Rates
 from benchmarks.serving import ROOT, percentiles, timed
-from jfi.events.groups import AUTO, WINDOW
+from jfi.events.groups import AUTO, WINDOW, ItemColumn, StatisticsSettings
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 
@@ -65,7 +65,9 @@ def main() -> int:
     parser.add_argument("--commit", help="to record where the checkout is no git repository")
     options = parser.parse_args()
     draw, rows = np.random.default_rng(0), []
-    counters = LiveCounters(AUTO[0], ["genres"], {"genres": 2}, WINDOW, HALF_LIVES, is_implicit=False, num_known=ITEMS)
+    columns = {"genres": ItemColumn("genres", 1 + GENRES, 2)}
+    settings = StatisticsSettings("user", "item", AUTO[0], WINDOW, HALF_LIVES, False, ITEMS, ["genres"], columns)
+    counters = LiveCounters(settings)
     log = events(draw, 26_200)
 
     def follow(get: Get, part: LiveRows) -> dict[bytes, bytes]:

@@ -39,11 +39,12 @@ jfi serve --follow RUN/published --port 8000
 An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
 to the folder, --sha256 refuses any that does not have the SHA-256 that `jfi export` has printed.
 """
-_STATE = """Fills or exports a state of users: their newest events, which `jfi serve --state` reads.
+_STATE = """Fills or exports a state: users' newest events, and columns of items and users, which `jfi serve` reads.
 
 jfi state load --run RUN --state users                             # of the run's own interactions
 jfi state load --run RUN --interactions log.parquet --state redis://localhost:6379/0?prefix=clicks
-jfi state load --run RUN --interactions none --state users         # an empty one
+jfi state load --run RUN --interactions none --state users         # without events
+jfi state load --run RUN --items items.parquet --state users       # a state that is there: its items' columns
 jfi state export --state users --out events.parquet
 
 A state is a folder, or a store of a Redis or Valkey server. It has the columns of the run's events as the log has them:
@@ -215,9 +216,6 @@ def export() -> OptionParser:
     parser.add_argument("--tables", choices=formats, default="float32", help="format of the embedding tables")
     parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
     parser.add_argument("--max-candidates", type=at_least_one, default=MAX_CANDIDATES, help="limit per request")
-    log = "log of all users up to now, which data.statistics of requests are made of (default: the run's); or none"
-    parser.add_argument("--history", help=log)
-    _tables(parser, "a run")
     return parser
 
 
@@ -275,10 +273,13 @@ def state() -> OptionParser:
     """Returns the options of `jfi state`."""
     parser = _parser("state", _STATE)
     parser.add_argument("action", choices=["load", "export"], help="what to do")
-    parser.add_argument("--state", required=True, metavar="FOLDER|URL", help="the state, new for load")
+    parser.add_argument("--state", required=True, metavar="FOLDER|URL", help="the state, new for load without tables")
     parser.add_argument("--run", help="load: folder of a run of `jfi train`")
     log = "load: events, with the columns of training (default: the run's own interactions); or none"
     parser.add_argument("--interactions", help=log)
+    for name in ("items", "users"):
+        text = f"load: table of {name}, whose columns a state that is there gets in place of its own of these ids"
+        parser.add_argument(f"--{name}", metavar="FILE", help=text)
     _tables(parser, "load: a run")
     parser.add_argument("--out", help="export: .parquet file to write")
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jfi.cli.options import given_tables
-from jfi.state.state import is_empty
+from jfi.state.state import is_empty, read_layout
 from jfi.state.stores import (
     StateError,
     Store,
@@ -17,6 +18,9 @@ from jfi.state.stores import (
     without_password,
 )
 from jfi.utils.files import writing_folder
+
+if TYPE_CHECKING:
+    from jfi.data import DataConfig, DataSchema
 
 #: Seconds for an answer of a server, which gives many users at a time here.
 _TIMEOUT = 60.0
@@ -33,15 +37,17 @@ def main(options: argparse.Namespace) -> None:
 def _load(options: argparse.Namespace) -> None:
     from jfi.cli.export import schema_of_run
     from jfi.data import DataError
-    from jfi.serving.dataset_schema import past_fields
     from jfi.state.load import fill
     from jfi.training.run.saved_run import load_run
 
+    run = load_run(_required(options, "run"), setting="--run")
+    tables = {name: path for name in ("items", "users") if (path := getattr(options, name)) is not None}
+    config, schema = replace(run.config.data, **given_tables(options), **tables), schema_of_run(run)
+    if tables and _is_there(options.state):
+        if options.interactions is not None:
+            raise StateError("--interactions: a state that is there gets events by POST /events; load a new one")
+        return _load_tables(options.state, config, run.schema, {name.removesuffix("s") for name in tables})
     with _new_store(options.state, "--state", options.state_gb) as store:
-        run = load_run(_required(options, "run"), setting="--run")
-        config, schema = replace(run.config.data, **given_tables(options)), schema_of_run(run)
-        if config.statistics_groups():
-            schema = replace(schema, past=past_fields(config, run.schema))
         try:
             users, events = fill(store, schema, config, run.schema, options.interactions)
         except StateError as error:
@@ -52,6 +58,27 @@ def _load(options: argparse.Namespace) -> None:
             advice = "name a log by --interactions FILE, or none for a state without events"
             raise StateError(f"--run {options.run}: its log cannot be read: {fault}; {advice}") from fault
     print(f"wrote {without_password(options.state)}: {events:,} events of {users:,} users")
+
+
+def _load_tables(name: str, config: "DataConfig", schema: "DataSchema", of: set[str]) -> None:
+    from jfi.state.tables import write_tables
+
+    with closing(open_store(name, timeout=_TIMEOUT)) as store:
+        info = read_layout(store).info
+        for one in sorted(of):
+            if not (info.items if one == "item" else info.users):
+                raise StateError(f"--{one}s: the state {without_password(name)} has no columns of {one}s")
+        written = write_tables(store, info, config, schema, of)
+    counts = " and ".join(f"{count:,} {one}s" for one, count in written.items())
+    print(f"wrote {without_password(name)}: columns of {counts}")
+
+
+def _is_there(name: str) -> bool:
+    """Returns whether a state has been made."""
+    if not is_url(name):
+        return Path(name).exists()
+    with closing(open_store(name, timeout=_TIMEOUT)) as store:
+        return not is_empty(store)
 
 
 def _export(options: argparse.Namespace) -> None:

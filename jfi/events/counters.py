@@ -1,4 +1,4 @@
-"""Counters of a log as of its end: the rows that queries later than all of them need.
+"""The rows of a log that queries later than all of them need.
 
 Of the rows of a key the oldest one, the newest ones and those of the user's last session stay, each with its position
 among all of them, so that the same code computes the same numbers.
@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jfi.events.events import SortedEvents
 from jfi.events.groups import WINDOW
-from jfi.events.point_in_time import KeyColumn, PastIndex, Rows
+from jfi.events.point_in_time import PastIndex
 
 #: Arrays that make others, and serve queries of the log's own rows alone.
 _LEFT_OUT = ("events", "first", "older", "agreement")
@@ -19,44 +18,12 @@ _OF_USER = "history by user"
 _EVENTS = ("user", "item", "time", "label")
 
 
-def index_of_counters(
-    arrays: dict[str, np.ndarray],
-    num_items: int,
-    num_known: int,
-    sizes: dict[str, int],
-    is_implicit: bool,
-    sets: dict[Rows, Rows],
-) -> PastIndex:
-    """Returns the index of a log for queries later than all of its rows, which have the ids of their columns.
-
-    Args:
-        arrays: of `counters_of`.
-        num_items: of the log.
-        num_known: of these the items that training knows.
-        sizes: by part of a key the size of a column of the item.
-        is_implicit: whether every row is a positive.
-        sets: of the log's index.
-
-    Raises:
-        KeyError: `arrays` lacks one that is needed, now or when a query is computed.
-    """
-    user, item, time, label = (arrays[f"event {name}"] for name in _EVENTS)
-    events = SortedEvents(user, item, time, label, np.zeros(len(user), np.int8))
-    none = np.zeros((0, 1), np.int64)
-    columns = {part: KeyColumn("item", none, size, part.removeprefix("column ")) for part, size in sizes.items()}
-
-    def refuse(*_: object) -> np.ndarray:
-        raise KeyError("an array that queries need")  # it cannot be made of some rows
-
-    return PastIndex(events, columns, num_items, num_known, is_implicit, arrays=arrays, new=refuse, sets=sets)
-
-
 def counters_of(index: PastIndex, sessions: Callable[[np.ndarray], np.ndarray] | None = None) -> dict[str, np.ndarray]:
-    """Returns the arrays for `index_of_counters` from those that an index has made for its queries.
+    """Returns by name the arrays that an index has made for its queries, of the rows that stay, and their events.
 
     Args:
         index: of the log.
-        sessions: gives ids of the sessions of events `[n]`, for a log that grows; None without a column of them.
+        sessions: gives ids of the sessions of events `[n]`, None without a column of them.
     """
     index.past("history", ("user",))
     times, arrays, events = index.times, index.arrays, index.events

@@ -1,6 +1,7 @@
-"""The groups of `data.statistics`, and the names of the dense features that they make."""
+"""The groups of `data.statistics`, their settings, and the names of the dense features that they make."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -84,3 +85,55 @@ def columns_of(
         parts = [part for part in known if f"{{{part}}}" in name]
         found += [name.format(**dict(zip(parts, of, strict=True))) for of in product(*map(known.get, parts))]
     return found
+
+
+@dataclass(frozen=True)
+class ItemColumn:
+    """A categorical column of the item that statistics count by.
+
+    Args:
+        key: of the column's ids among the inputs of a model.
+        size: all ids are below it.
+        slots: of a column with lists the number of values that count, else 1.
+    """
+
+    key: str
+    size: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class StatisticsSettings:
+    """The settings of statistics of the past: what they are of, and how they are counted.
+
+    Args:
+        user, item: names of the columns of the ids.
+        groups: of `data.statistics`.
+        window: the newest events that `similar` compares a target with.
+        half_lives: of `popularity`, in seconds.
+        is_implicit: whether every row is a positive.
+        num_known: the number of items that training knows.
+        categories: names of the categorical columns of the item.
+        columns: those of them that have values, by name.
+        session: name of the column of sessions that is read, or None.
+        numbers: by name the quantiles of the numbers of events that count.
+        values: by name of a categorical column of events the values that are counted.
+    """
+
+    user: str
+    item: str
+    groups: list[str]
+    window: int
+    half_lives: list[float]
+    is_implicit: bool
+    num_known: int
+    categories: list[str]
+    columns: dict[str, ItemColumn]
+    session: str | None = None
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+    values: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The statistics, which are the last of the dense features of a candidate."""
+        return columns_of(self.groups, self.is_implicit, self.categories, self.numbers, self.values)

@@ -6,14 +6,16 @@ of events that came before it, and the pairs of items that these made, stay as t
 of its key, so a query of a time before more than `NEWER_ROWS` of them reads those that are left.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jfi.events.counters import counters_of
 from jfi.events.events import SortedEvents, event_values
-from jfi.events.live_index import SETS, SURPRISES, Counted, Get, LiveIndex, LiveRows, keys_of, sort_keys
+from jfi.events.groups import StatisticsSettings
+from jfi.events.live_index import SETS, SURPRISES, Get, LiveIndex, LiveRows, keys_of, sort_keys
 from jfi.events.live_records import PAIRS, USER_ROWS, KeyedRows, records_with_ends
-from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries, Rows
+from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries
 from jfi.events.statistics import StatisticColumns, Statistics
 from jfi.utils.jagged import blocks
 
@@ -27,17 +29,10 @@ class LiveCounters:
     """The statistics of a log that grows.
 
     Args:
-        groups: of `data.statistics`.
-        categories: the categorical columns of the item but its id.
-        columns: of those that have values the number of values that count.
-        window: the newest events that `similar` compares a target with.
-        half_lives: of `popularity`, in seconds.
-        is_implicit: whether every row is a positive.
-        num_known: the number of items that training knows.
-        numbers, values: the numbers and the categorical columns of events that are counted.
+        settings: of the statistics.
 
     Example:
-        >>> counters, store = LiveCounters(["item"], [], {}, 8, [], False, num_known=2), {}
+        >>> counters, store = LiveCounters(StatisticsSettings("user", "item", ["item"], 8, [], False, 2, [], {})), {}
         >>> get = lambda keys: [store.get(key) for key in keys]
         >>> id, is_event = np.full(3, 7, np.uint64), np.ones(3, bool)
         >>> label, time = np.array([1.0, 0.0, 1.0]), np.array([1.0, 5.0, 9.0])
@@ -47,35 +42,22 @@ class LiveCounters:
         array([2., 0.])
     """
 
-    def __init__(
-        self,
-        groups: list[str],
-        categories: list[str],
-        columns: dict[str, int],
-        window: int,
-        half_lives: list[float],
-        is_implicit: bool,
-        num_known: int,
-        numbers: Iterable[str] = (),
-        values: Iterable[str] = (),
-    ) -> None:
-        self._groups, self._categories, self._half_lives = groups, categories, half_lives
-        self._numbers, self._values = list(numbers), list(values)
-        self._counted = Counted({}, columns, window, is_implicit, num_known)
+    def __init__(self, settings: StatisticsSettings) -> None:
+        self._settings = settings
         #: The sorted rows that queries read, by their names.
-        self.names = self._counted.names
-        self.names.update((one.text, one) for one in self._find_names())
+        self.names = {one.text: one for one in self._find_names()}
 
     def _find_names(self) -> list[KeyedRows]:
         """Finds the sorted rows that a query reads, by computing one of a log of two rows."""
         zero, one = np.zeros(2, np.int64), np.ones(2, np.float32)
         events = SortedEvents(zero, zero, np.array([0.0, 1.0]), one, zero.astype(np.int8))
         columns, ids = {}, {}
-        for name, slots in self._counted.columns.items():
-            ids[f"column {name}"] = np.ones((1, slots), np.int64)
+        for name, column in self._settings.columns.items():
+            ids[f"column {name}"] = np.ones((1, column.slots), np.int64)
             columns[f"column {name}"] = KeyColumn("item", ids[f"column {name}"], 2, name)
-        sums = event_values({name: zero for name in self._numbers}, {name: [zero] for name in self._values})
-        known = self._counted.num_known, self._counted.is_implicit
+        settings = self._settings
+        sums = event_values(dict.fromkeys(settings.numbers, zero), {name: [zero] for name in settings.values})
+        known = settings.num_known, settings.is_implicit
         index = PastIndex(events, columns, 1, *known, sets=SETS, values=sums)
         self._statistics(index).compute(Queries(zero[:1], np.array([2.0]), zero[:1], ids=ids))
         if "session starts" in index.arrays or any(name.startswith(PAIRS) for name in index.pasts):
@@ -87,7 +69,7 @@ class LiveCounters:
         for text in sorted(index.pasts):
             parts = [name.removeprefix(f"{text}: ") for name in sorted(index.arrays) if name.startswith(f"{text}: ")]
             sums = [one for one in parts if one in ("label", "item surprise", "products", *index.values)]
-            if text in SURPRISES and "label" not in sums and not self._counted.is_implicit:
+            if text in SURPRISES and "label" not in sums and not settings.is_implicit:
                 sums.append("label")
             decays = [one for one in parts if one.startswith(("labels by ", "rows by ")) and one not in sums]
             key = index.sorted_by.get(text, ())
@@ -95,8 +77,8 @@ class LiveCounters:
         return found
 
     def _statistics(self, index: PastIndex) -> Statistics:
-        counted = self._counted.window, self._half_lives, self._numbers, self._values
-        return Statistics(index, self._groups, self._categories, *counted)
+        one = self._settings
+        return Statistics(index, one.groups, one.categories, one.window, one.half_lives, one.numbers, one.values)
 
     def compute(self, get: Get, queries: LiveRows) -> StatisticColumns:
         """Returns by column the statistics `[N]` of queries.
@@ -142,23 +124,24 @@ class LiveCounters:
             end = min(begin + _AT_ONCE, count)
             if rows.label is not None and end < count:  # rows of one time do not see each other
                 end = max(end, int(np.searchsorted(rows.time, rows.time[end - 1], "right")))
-            yield LiveIndex(self._counted, read, rows.take(slice(begin, end)))
+            yield LiveIndex(self._settings, self.names, read, rows.take(slice(begin, end)))
             begin = max(end, 1)
 
     def records_of(
         self,
-        arrays: dict[str, np.ndarray],
-        sets: dict[Rows, Rows],
+        index: PastIndex,
         digests: Mapping[str, np.ndarray],
+        sessions: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Iterator[tuple[bytes, bytes]]:
         """Yields the keys and the records of a log, a block at a time.
 
         Args:
-            arrays: of `jfi.events.counters.counters_of`.
-            sets: of the log's index.
+            index: of the log, which has made what queries need.
             digests: by part of a key, such as "user" and "column genres", those of its values `[N]` uint64, by number;
                 the first of a column is not used.
+            sessions: gives ids of the sessions of events `[n]`; None without a column of them.
         """
+        arrays, sets = counters_of(index, sessions), index.sets
         times, last = arrays["times"], None
         if USER_ROWS in self.names and "session starts" in arrays:
             user, starts = arrays["event user"], arrays["session starts"]

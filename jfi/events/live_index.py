@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jfi.events.counters import index_of_counters
+from jfi.events.events import SortedEvents
+from jfi.events.groups import StatisticsSettings
 from jfi.events.live_records import (
     DIGEST_BYTES,
     PAIRS,
@@ -23,7 +24,7 @@ from jfi.events.live_records import (
     sessions_of,
 )
 from jfi.events.past import Past
-from jfi.events.point_in_time import Key, PastIndex, Queries, Rows, Tallies
+from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries, Rows, Tallies
 from jfi.utils.errors import InputError
 from jfi.utils.jagged import blocks, ranges
 
@@ -78,36 +79,18 @@ class LiveRows:
         return LiveRows(**{name: part(one) for name, one in vars(self).items()})
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Settings of the counters.
-
-    Args:
-        names: the sorted rows by their names.
-        columns: by categorical column of the item the number of values that count.
-        window: the newest events that `similar` compares a target with.
-        is_implicit: whether every row is a positive.
-        num_known: the number of items that training knows.
-    """
-
-    names: dict[str, KeyedRows]
-    columns: dict[str, int]
-    window: int
-    is_implicit: bool
-    num_known: int
-
-
 class LiveIndex:
     """The records of the keys of some rows, with the rows themselves if these are events.
 
     Args:
-        counted: settings of the counters.
+        settings: of the statistics.
+        names: the sorted rows that they read, by their names.
         get: reads records by key; it is called twice.
         rows: queries or events.
     """
 
-    def __init__(self, counted: Counted, get: Get, rows: LiveRows) -> None:
-        self._counted, self._get, self._rows = counted, get, rows
+    def __init__(self, settings: StatisticsSettings, names: dict[str, KeyedRows], get: Get, rows: LiveRows) -> None:
+        self._settings, self._names, self._get, self._rows = settings, names, get, rows
         #: By part of a key the digests of its values, by number.
         self._digests: dict[str, np.ndarray] = {}
         #: By name of sorted rows the numbers of keys, ascending, the keys, and the entries of their records.
@@ -116,30 +99,30 @@ class LiveIndex:
         self._old: dict[str, np.ndarray] = {}
         #: By key the numbers of those of the rows.
         self._of_rows: dict[Key, np.ndarray] = {}
-        self._columns = {} if rows.label is None else _columns_of(rows, counted.is_implicit)
+        self._columns = {} if rows.label is None else _columns_of(rows, settings.is_implicit)
         self._digests["user"], user = np.unique(rows.user, return_inverse=True)
         others = np.zeros(0, np.uint64)
-        if USER_ROWS in counted.names:
+        if USER_ROWS in names:
             self._read({USER_ROWS: np.arange(len(self._digests["user"]))})
             others = self._old[USER_ROWS]["item"]
         self._digests["item"] = _distinct(rows.item, others)
         item, ids = np.searchsorted(self._digests["item"], rows.item), {}
-        for name, slots in counted.columns.items():
-            given = rows.values.get(name, np.zeros((len(rows), slots), np.uint64))
+        for name, column in settings.columns.items():
+            given = rows.values.get(name, np.zeros((len(rows), column.slots), np.uint64))
             self._digests[f"column {name}"] = _distinct(given.ravel(), np.zeros(1, np.uint64))
             ids[f"column {name}"] = np.searchsorted(self._digests[f"column {name}"], given)
         #: The rows as queries.
         self.queries = Queries(user, rows.time, item, ids=ids)
         self._pairs, window = None, np.zeros(0, np.int64)
-        if USER_ROWS in counted.names:
+        if USER_ROWS in names:
             window = self._read_windows()
         self._read_others(window)
         self._times = _distinct(rows.time, [np.inf], *(own["time"] for own in self._old.values()))
         #: By name of sorted rows the entries, and the indices of the added rows that they are, or -1.
         self._entries: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        if self._columns and not counted.is_implicit and set(SURPRISES) <= counted.names.keys():
+        if self._columns and not settings.is_implicit and set(SURPRISES) <= names.keys():
             self._find_surprises()
-        for text, name in counted.names.items():
+        for text, name in names.items():
             if name is not self._pairs and text not in self._entries:
                 self._entries[text] = self._added_to(text)
         if self._pairs is not None:
@@ -155,7 +138,7 @@ class LiveIndex:
         for text, (entries, source) in self._entries.items():
             key = keys_of_entries(entries)
             changed = np.unique(key[source >= 0])
-            stays = entries_that_stay(self._counted.names[text], entries) & np.isin(key, changed)
+            stays = entries_that_stay(self._names[text], entries) & np.isin(key, changed)
             whole, size, begin = entries[stays].tobytes(), entries.itemsize, 0
             ends = size * np.cumsum(np.bincount(key[stays], minlength=len(self._keys[text])))[changed]
             for number, end in zip(changed.tolist(), ends.tolist(), strict=True):
@@ -165,11 +148,11 @@ class LiveIndex:
 
     def _read(self, numbers: dict[str, np.ndarray]) -> None:
         """Reads the records of keys, whose numbers `[K]` are given by name of sorted rows."""
-        keys = {text: keys_of(self._counted.names[text], own, self._digests) for text, own in numbers.items()}
+        keys = {text: keys_of(self._names[text], own, self._digests) for text, own in numbers.items()}
         values = self._get([key for own in keys.values() for key in own])
         begin = 0
         for text, own in keys.items():
-            found, begin, dtype = values[begin : begin + len(own)], begin + len(own), self._counted.names[text].dtype
+            found, begin, dtype = values[begin : begin + len(own)], begin + len(own), self._names[text].dtype
             if not self._columns and text != USER_ROWS:  # no query reads what is not there
                 there = [number for number, value in enumerate(found) if value is not None]
                 found, numbers[text] = [found[number] for number in there], numbers[text][there]
@@ -186,20 +169,20 @@ class LiveIndex:
         Returns:
             The numbers of the items of these events, where pairs are counted.
         """
-        name = self._counted.names[USER_ROWS]
+        name = self._names[USER_ROWS]
         self._times = _distinct(self._rows.time, self._old[USER_ROWS]["time"], [np.inf])
         entries, source = self._added_to(USER_ROWS)
         if self._columns:
             at, is_new = self._added_rows(name)[0], source >= 0
             sessions = sessions_of(entries, is_new, self._rows.session is not None)
             self._columns["session"][at[source[is_new]]] = sessions[is_new]
-        self._pairs = next((one for text, one in self._counted.names.items() if text.startswith(PAIRS)), None)
+        self._pairs = next((one for text, one in self._names.items() if text.startswith(PAIRS)), None)
         if self._pairs is None:
             return np.zeros(0, np.int64)
         codes, rows = _codes(entries, self._times)
         moment = np.searchsorted(self._times, self._rows.time)
         past = Past(codes, len(self._times), np.zeros(0, np.int64))
-        newest = past.older(self.queries.user, moment).newest(self._counted.window)
+        newest = past.older(self.queries.user, moment).newest(self._settings.window)
         #: Of each pair the row, and the index of the other event among all of the users.
         self._pair_row = np.repeat(np.arange(len(moment)), newest.count)
         self._pair_event = ranges(newest.first, newest.count)
@@ -215,7 +198,7 @@ class LiveIndex:
             window: the items of the events that rows are compared with.
         """
         numbers = {}
-        for text, name in self._counted.names.items():
+        for text, name in self._names.items():
             if name is self._pairs:
                 numbers[text] = _distinct(self._pair_number)
             elif text != USER_ROWS:
@@ -230,7 +213,7 @@ class LiveIndex:
         self._columns["item surprise"] = np.nan_to_num(self._rows.label - tallies.item_rate)
         self._columns["surprise"] = np.nan_to_num(np.rint((self._rows.label - tallies.expected) * 1024) / 1024)
         for text in SURPRISES:
-            if "item surprise" in self._counted.names[text].sums:  # it is made again, with them
+            if "item surprise" in self._names[text].sums:  # it is made again, with them
                 del self._entries[text]
 
     def _row_keys(self, name: KeyedRows) -> np.ndarray:
@@ -252,7 +235,7 @@ class LiveIndex:
 
     def _added_to(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the entries of sorted rows with those that are added, and the indices of these; see `add_rows`."""
-        name, at, key = self._counted.names[text], np.zeros(0, np.int64), np.zeros(0, np.int64)
+        name, at, key = self._names[text], np.zeros(0, np.int64), np.zeros(0, np.int64)
         if self._columns:
             at, key = self._added_rows(name)
         added = AddedRows(key, self._rows.time[at], lambda one: self._columns[one][at])
@@ -273,26 +256,36 @@ class LiveIndex:
     def _index_of(self, entries: Mapping[str, np.ndarray]) -> PastIndex:
         """Returns the index of the entries of records, by name of sorted rows."""
         arrays = {"times": self._times if entries else np.zeros(0)}
-        arrays |= {f"event {name}": np.zeros(0, kind) for name, kind in _EVENTS.items()}
+        events = {name: np.zeros(0, kind) for name, kind in _EVENTS.items()}
         for text, own in entries.items():
             codes, rows = _codes(own, self._times)
             numbers, ends = self._numbers[text], np.flatnonzero(np.isinf(own["time"]))
             are_all = not len(numbers) or numbers[-1] == len(numbers) - 1  # the index of a key is its number then
             arrays |= {f"{text}: codes": codes, f"{text}: keys": numbers[:0] if are_all else numbers}
-            for one in ("position", *self._counted.names[text].sums):
+            for one in ("position", *self._names[text].sums):
                 before = np.append(0, np.cumsum(own[one][ends]))  # all rows of the keys before
                 key = codes // len(self._times)
                 arrays[f"{text}: {one}"] = np.append(rows[one] + before[key], before[-1])
-            arrays |= {f"{text}: {one}": np.array(rows[one]) for one in self._counted.names[text].decays}
+            arrays |= {f"{text}: {one}": np.array(rows[one]) for one in self._names[text].decays}
             if text == USER_ROWS:
                 key, since = codes // len(self._times), np.searchsorted(self._times, rows["session"])
                 arrays["session starts"] = np.searchsorted(codes, key * len(self._times) + since)
-                arrays |= {"event user": key, "event item": np.searchsorted(self._digests["item"], rows["item"])}
-                arrays |= {"event time": np.array(rows["time"]), "event label": np.array(rows["own label"])}
+                events = {"user": key, "item": np.searchsorted(self._digests["item"], rows["item"])}
+                events |= {"time": np.array(rows["time"]), "label": np.array(rows["own label"])}
                 arrays["rounded surprise"] = np.array(rows["surprise"])
-        counted, sizes = self._counted, {part: len(own) for part, own in self._digests.items() if " " in part}
-        known = max(len(self._digests["item"]), 1), counted.num_known, sizes, counted.is_implicit
-        return index_of_counters(arrays, *known, SETS)
+        none = np.zeros((0, 1), np.int64)
+        columns = {
+            part: KeyColumn("item", none, len(own), part.removeprefix("column "))
+            for part, own in self._digests.items()
+            if part.startswith("column ")
+        }
+        known = max(len(self._digests["item"]), 1), self._settings.num_known, self._settings.is_implicit
+        of_histories = SortedEvents(**events, split=np.zeros(len(events["user"]), np.int8))
+        return PastIndex(of_histories, columns, *known, arrays=arrays, new=_refuse, sets=SETS)
+
+
+def _refuse(*_: object) -> np.ndarray:
+    raise KeyError("an array that queries need")  # it cannot be made of some rows
 
 
 _EVENTS = {"user": np.int64, "item": np.int64, "time": np.float64, "label": np.float32}

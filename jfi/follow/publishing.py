@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 
 from jfi.data import DataSchema
 from jfi.follow.loop import Follower
-from jfi.follow.state import read_first_counters
 from jfi.history_policies.policy import Policy
 from jfi.serving import MAX_CANDIDATES
 from jfi.serving.dataset_schema import schema_of_model
@@ -22,7 +20,7 @@ PUBLISHED = "published"
 
 @contextmanager
 def publishing(
-    run: RunFolder, config: Config, schema: DataSchema, policy: Policy | None, state: Path
+    run: RunFolder, config: Config, schema: DataSchema, policy: Policy | None
 ) -> Iterator[Callable[[Follower], PublishHook] | None]:
     """Yields what makes the hook of `jfi.follow.start.follow`, or None if the run is not published.
 
@@ -34,7 +32,6 @@ def publishing(
         config: of the run.
         schema: of the batches.
         policy: which events of a history the model reads, or None for all.
-        state: folder of `jfi.follow.state.open_state`.
     """
     seconds, rule, stack = config.training.publish_every, config.training.publish_if, ExitStack()
 
@@ -47,7 +44,6 @@ def publishing(
                 requests,
                 Limits(MAX_CANDIDATES, schema.max_history),
                 policy=policy,
-                past=read_first_counters(state) if data.statistics_columns() else None,
                 run=run.path.resolve().name,
                 trained=run.read_versions(),
             )

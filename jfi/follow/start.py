@@ -182,7 +182,7 @@ class _Following:
         try:
             with (
                 closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
-                publishing(self.run, trainer.config, self._reading.schema, self._reading.policy, state_folder) as own,
+                publishing(self.run, trainer.config, self._reading.schema, self._reading.policy) as own,
             ):
                 hook = hook or own
                 trainer.hook = None if hook is None else hook(trainer)

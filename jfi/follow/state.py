@@ -16,19 +16,15 @@ import numpy as np
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.prepared.stages.read import open_tables
 from jfi.follow.records import ANY, Records, number_users
-from jfi.serving.counters import CountersError, LogCounters
-from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
-from jfi.serving.schema import PastFields
+from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.state.counters import StateCounters
 from jfi.state.layout import layout_of
+from jfi.state.load import counter_records
 from jfi.state.stores import Changes, LmdbStore, Store
 from jfi.training import ConfigError
-from jfi.utils.files import write_file, writing_folder
-from jfi.utils.json_files import read_json
+from jfi.utils.files import writing_folder
 
 _PLACE = b"p"
-#: File with the fields of `LogCounters`, in their folder.
-_FIELDS = "past_fields.json"
 
 
 class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
@@ -139,32 +135,17 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
         with writing_folder(folder) as unfinished, closing(LmdbStore(unfinished, create=True)) as store:
             _fill(store, records, config)
             if counters is not None:
-                found = read_counters(config, schema)
-                store.put(counters.records_of(found))
-                found.save(unfinished)
-                write_file(unfinished / _FIELDS, msgspec.json.encode(found.fields))
+                store.put(counter_records(counters, config, schema))
     return LogState(LmdbStore(folder), records, counters)
-
-
-def read_first_counters(folder: Path) -> LogCounters:
-    """Returns the counters of the run's own interactions, which `open_state` has made a state with statistics of.
-
-    Raises:
-        ConfigError: they are not there, or damaged.
-    """
-    try:
-        return LogCounters.load(folder, read_json(folder / _FIELDS, PastFields, CountersError))
-    except (CountersError, FileNotFoundError) as error:
-        raise ConfigError(f"the state of the log is damaged: {error}; remove its folder to make it anew") from None
 
 
 def _counters(config: DataConfig, schema: DataSchema) -> StateCounters | None:
     if not config.statistics_groups():
         return None
-    past = past_fields(config, schema)
+    past = statistics_settings(config, schema)
     try:
         # Whatever the model reads, statistics are counted by the columns of items that events have.
-        requests = replace(schema_of(config, schema, True, False), past=past)
+        requests = replace(schema_of(config, schema, True, False), statistics=past)
         return StateCounters(past, requests, layout_of(requests, schema.max_history))
     except ValueError as error:
         raise ConfigError(f"--follow: {error}") from None

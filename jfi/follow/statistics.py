@@ -53,21 +53,22 @@ class CountedRows:
 
     def _events(self, raw: Columns, ids: list[Categorical], rows: np.ndarray) -> LiveRows:
         """Returns rows as the counters take them."""
-        config, events, counters, past, sessions = raw.config, raw.events, self._counters, self._counters.past, None
+        config, events, counters, sessions = raw.config, raw.events, self._counters, None
+        settings = counters.settings
         users, items = (
             raw.categories(key, of).values.to_pylist() for key, of in ((config.user, "user"), (config.item, "item"))
         )
-        if past.session is not None:
-            column = raw.categories(past.session, "event")
+        if settings.session is not None:
+            column = raw.categories(settings.session, "event")
             sessions = hashes([*column.values.to_pylist(), None])[column.codes[rows]]  # the code of none is -1
         user, item = events.user[rows], events.item[rows]
-        index = past_index(events, self._schema, ids, past.is_implicit)
+        index = past_index(events, self._schema, ids, settings.is_implicit)
         columns = index.item_columns
         return LiveRows(
             hashes(users)[user],
             hashes(items)[item],
             events.time[rows],
-            {name: counters.digests(name, columns[f"column {name}"].ids[item]) for name in past.columns},
+            {name: counters.digests(name, columns[f"column {name}"].ids[item]) for name in settings.columns},
             events.label[rows],
             np.ones(len(rows), bool) if events.rows is None else np.isin(rows, events.rows),
             counters.orders(items)[item],

@@ -5,8 +5,6 @@ vocabularies.json   by column the known values; their ids count from 1 in this o
 tables.safetensors  the embedding tables; of one that grows also the raw id of each row, `<table>.ids`
 model.pt2           the dense part of the model, an AOTInductor package
 policy.json         of a run with `data.policy`, which events of a history are scored
-past.safetensors    of a run with `data.statistics`, the counters of its log, see `jfi.serving.counters`
-past.json           the ids of users and items that these are of
 SHA256SUMS          SHA-256 of each of the other files, which `sha256sum -c` reads
 
 model.pt2 is machine code, which runs when it is loaded. Checksums inside the folder find damage; against files that
@@ -33,9 +31,9 @@ from jfi.utils.files import SUMS, DamagedFileError, check_sum, parse_sums
 from jfi.utils.files import sha256_of as file_sha256
 from jfi.utils.json_files import read_json
 
-FORMAT = 4
+FORMAT = 5
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.safetensors", "model.pt2"
-POLICY, PAST, PAST_IDS = "policy.json", "past.safetensors", "past.json"
+POLICY = "policy.json"
 #: In the metadata of model.pt2, see `jfi.serving.scorer.shapes_of`.
 SHAPES = "jfi.shapes"
 #: Flags of /proc/cpuinfo for instructions that a compiler uses on its own under -march=native: of x86 and of ARM.
@@ -130,10 +128,7 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[Info, dict[
         if found != FORMAT:
             raise ArtifactError(f"{path} has format {found}, but this version reads format {FORMAT}; export again")
         info = read_json(path / INFO, Info, ArtifactError)
-        further = ([] if info.schema.policy is None else [POLICY]) + (
-            [] if info.schema.past is None else [PAST, PAST_IDS]
-        )
-        for name in (VOCABULARIES, TABLES, MODEL, *further):
+        for name in (VOCABULARIES, TABLES, MODEL, *([] if info.schema.policy is None else [POLICY])):
             if name not in sums:
                 raise DamagedFileError(f"{path / SUMS} does not list {name}")
     except DamagedFileError as fault:

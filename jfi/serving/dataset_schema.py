@@ -1,4 +1,4 @@
-"""The schema of requests to a model, and the counters of its log, from the data that it was trained on."""
+"""The schema of requests to a model, from the data that it was trained on."""
 
 from dataclasses import asdict, replace
 from itertools import islice
@@ -6,13 +6,9 @@ from typing import TYPE_CHECKING
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
-from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.stages.columns import SECONDS
-from jfi.events.counters import counters_of
-from jfi.events.groups import NUM_VALUES, SESSIONS
-from jfi.serving.counters import LogCounters, PastIds, RequestStatistics
-from jfi.serving.schema import Field, ItemColumn, PastFields, PolicyFields, Schema
-from jfi.state.layout import hashes
+from jfi.events.groups import NUM_VALUES, SESSIONS, ItemColumn, StatisticsSettings
+from jfi.serving.schema import Field, PolicyFields, Schema
 
 if TYPE_CHECKING:
     from jfi.models import SequenceDLRM
@@ -30,7 +26,15 @@ def schema_of_model(
         reads_history, reads_item: whether it reads histories, and the ids of items.
     """
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
-    return schema_of(config, data, reads_history, reads_age, reads_item)
+    schema = schema_of(config, data, reads_history, reads_age, reads_item)
+    if not config.statistics_columns():
+        return schema
+    settings = statistics_settings(config, data)
+    if reads_history:
+        return replace(schema, statistics=settings)
+    whole = schema_of(config, data, True, False, reads_item)
+    counted = [one for one in whole.event if one.name in {**settings.columns, **settings.numbers, **settings.values}]
+    return replace(schema, statistics=settings, counted=counted, vocabularies=whole.vocabularies)
 
 
 def schema_of(
@@ -63,11 +67,10 @@ def schema_of(
             events.append(Field(name, "quantile", keys, edges=edges, default=default))
         if reads_age or policy is not None:
             events.append(Field(AGE, "age", num_buckets=NUM_AGE_BUCKETS))
+    items, numbers = _categories(data, "item"), config.names("item", "number")
     return Schema(
         _categories(data, "user") + _numbers(data, config.names("user", "number")),
-        _categories(data, "item")
-        + _categories(data, "context")
-        + _numbers(data, config.names("item", "number") + config.names("context", "number")),
+        items + _categories(data, "context") + _numbers(data, numbers + config.names("context", "number")),
         events,
         {
             name: list(vocabulary.values)
@@ -81,34 +84,12 @@ def schema_of(
         [label.task for label in data.labels],
         user_id=config.user,
         item_id=config.item,
+        item_columns=[one.name for one in items if one.name != config.item] + numbers,
     )
 
 
-def read_counters(config: DataConfig, schema: DataSchema) -> LogCounters:
-    """Counts the log of a run, for an artifact.
-
-    Args:
-        config: the section `data` of a run with `data.statistics`, whose interactions are the log.
-        schema: of the run.
-
-    Raises:
-        DataError: the log is missing or malformed.
-    """
-    with read_log(config, schema) as (made, log):
-        index, fields, sessions = made.index, past_fields(config, schema), None
-        if fields.session is not None:
-            column = log.categories(fields.session, "event")
-            ids = hashes([*column.values.to_pylist(), None])  # the code of none is -1
-            sessions = lambda events: ids[column.codes[events]]  # noqa: E731
-        texts = (log.categories(*key).values.to_pylist() for key in ((fields.user, "user"), (fields.item, "item")))
-        fields = replace(fields, until=float(index.times[-1]), sets=index.sets)
-        counters = LogCounters(fields, PastIds(*texts), counters_of(index, sessions))
-    RequestStatistics(counters)  # a fault shows at the export
-    return counters
-
-
-def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
-    """Returns the statistics of the past of a run, of an empty log.
+def statistics_settings(config: DataConfig, schema: DataSchema) -> StatisticsSettings:
+    """Returns the statistics of the past of a run.
 
     Args:
         config: the section `data` of a run with `data.statistics`.
@@ -131,15 +112,13 @@ def past_fields(config: DataConfig, schema: DataSchema) -> PastFields:
     }
     groups, encodings = config.statistics_groups(), schema.encodings
     numbers, values = config.event_values() if "event_values" in groups else ([], [])
-    return PastFields(
+    return StatisticsSettings(
         user=config.user,
         item=config.item,
-        until=0.0,
         groups=list(groups),
         window=schema.encodings.window,
         half_lives=list(schema.encodings.half_lives),
         is_implicit=config.is_implicit,
-        sets={},
         num_known=item.num_embeddings,
         categories=config.names("item", "category"),
         columns=columns,

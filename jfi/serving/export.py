@@ -20,7 +20,6 @@ from jfi.history_policies.policy import Policy
 from jfi.models import SequenceDLRM
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
-from jfi.serving.counters import LogCounters
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
 from jfi.serving.schema import Inputs, Limits, Schema, Table
@@ -55,7 +54,6 @@ class Export:
         impl: of the attention, "triton" or "torch"; None means "triton" on a GPU.
         policy: which events of a request the model reads, with `schema.policy`; None for all.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
-        past: the statistics of requests that have none; None if each request must have those that the model reads.
         run: name of the model's run, which the server says, or None.
         trained: versions that the run has recorded, which the server says, or None.
 
@@ -79,7 +77,6 @@ class Export:
         impl: str | None = None,
         policy: Policy | None = None,
         calibration: list[tuple[float, float]] | None = None,
-        past: LogCounters | None = None,
         run: str | None = None,
         trained: dict[str, str | None] | None = None,
     ) -> None:
@@ -89,7 +86,7 @@ class Export:
             RequestPolicy(policy, schema.policy)  # refuses what it cannot serve
         user_keys = [key for one in schema.user for key in one.keys]
         self._make = partial(ScoringModel, model, user_keys, impl or ("triton" if device == "cuda" else "torch"))
-        self.model, self._device, self._schema, self._policy, self._past = model, device, schema, policy, past
+        self.model, self._device, self._schema, self._policy = model, device, schema, policy
         scoring = self.scoring()
         inputs = inputs_of(scoring)
         _check_weights(scoring, policy)
@@ -113,7 +110,7 @@ class Export:
             embedding_dim=scoring.embedding_dim,
             inputs=inputs,
             limits=limits,
-            schema=dataclasses.replace(schema, vocabularies={}, past=None if past is None else past.fields),
+            schema=dataclasses.replace(schema, vocabularies={}),
             calibration=calibration,
             run=run,
             trained=trained,
@@ -155,8 +152,6 @@ class Export:
         """Writes the files of an artifact that no training changes."""
         if self._policy is not None:
             self._policy.save(folder / artifact.POLICY)
-        if self._past is not None:
-            self._past.save(folder)
         write_file(folder / artifact.VOCABULARIES, msgspec.json.encode(self._schema.vocabularies))
         write_file(folder / artifact.INFO, msgspec.json.encode(self.info))
 

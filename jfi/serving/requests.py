@@ -5,14 +5,14 @@ other fault is refused with its place: an unknown or missing field, a value of a
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jfi.serving.counters import RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
-from jfi.serving.schema import Field, Limits, Schema, bounded_fields, request_schema, schemas_of
+from jfi.serving.schema import KINDS, LONGEST_ID, Field, Limits, Schema, request_schema
 from jfi.serving.validation import (
     BadRequestError,
     Place,
@@ -20,7 +20,7 @@ from jfi.serving.validation import (
     Values,
     check_count,
     check_names,
-    columns_of,
+    check_required,
     ids_of,
     lists,
     numbers,
@@ -32,13 +32,15 @@ from jfi.serving.validation import (
     texts,
 )
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.state.stored_history import StoredHistory
+from jfi.state.lookups import Lookup
 from jfi.utils.encoding import HashBuckets, HashedIds, age_buckets, cross, quantile_ids, standardize
-from jfi.utils.errors import suggest
+
+if TYPE_CHECKING:
+    from jfi.state.layout import StateInfo
 
 #: The fields of a request that name the codec of its semantic IDs, and its time in seconds.
 CODEC, TIME = "codec", "time"
-HISTORY = "history"
+USER, HISTORY, CANDIDATES = "user", "history", "candidates"
 #: The part of a request with fields that all candidates share.
 CONTEXT = "context"
 
@@ -55,7 +57,7 @@ class Request:
         num_events: S.
         num_candidates: R.
         weights: [S] float32, of the events, or None where all are 1.
-        stored: the events that the state of users has in place of the request's, which are read when it is scored.
+        stored: what is read from the state when the request is scored, in place of what it does not have; or None.
         version: of the model that has scored it, see `jfi.serving.published`; None of an artifact alone.
     """
 
@@ -66,8 +68,18 @@ class Request:
     num_events: int
     num_candidates: int
     weights: np.ndarray | None = None
-    stored: StoredHistory | None = None
+    stored: Lookup | None = None
     version: int | None = None
+
+
+@dataclass
+class Encoded:
+    """Fields of the user, of the candidates or of the events as the model reads them; numbers by the field's name."""
+
+    ids: dict[str, np.ndarray] = field(default_factory=dict)
+    counts: dict[str, np.ndarray] = field(default_factory=dict)
+    ages: np.ndarray | None = None
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class RequestReader:
@@ -78,9 +90,10 @@ class RequestReader:
         limits: the limits of a request.
         policy: chooses among the events, with `schema.policy`.
         answer: what a score is.
-        past: the artifact's own statistics, with `schema.past`.
-        has_state: whether a request without events has those of the state of users.
-        has_counters: whether the statistics of such a request are those of the state, too.
+        state: describes the state, which has what a request may leave out; None without one.
+
+    Raises:
+        ValueError: the model reads statistics of the past, and there is no state.
     """
 
     def __init__(
@@ -89,12 +102,11 @@ class RequestReader:
         limits: Limits,
         policy: RequestPolicy | None = None,
         answer: str = "logit",
-        past: RequestStatistics | None = None,
-        has_state: bool = False,
-        has_counters: bool = False,
+        state: "StateInfo | None" = None,
     ) -> None:
-        self.has_state, self._has_counters = has_state, has_counters
-        self.schema, self.limits, self._policy, self._answer, self._past = schema, limits, policy, answer, past
+        if schema.statistics is not None and state is None:
+            raise ValueError("the model reads statistics of the past, which only a state of users has")
+        self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
         #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
         self._of_policy: dict[str, Field] = {}
         if schema.policy is not None:
@@ -103,27 +115,33 @@ class RequestReader:
         self.known: dict[str, KnownValues | HashBuckets | HashedIds] = {
             column: KnownValues(values) for column, values in schema.vocabularies.items()
         }
-        for one in schema.user + schema.candidate + schema.event:
+        for one in schema.user + schema.candidate + schema.event_fields:
             if (hashing := one.encoding()) is not None:
                 self.known[one.name] = hashing
-        parts = {"user": schema.user, "history": schema.event, "candidates": schema.candidate}
-        read = parts | {"history": [*schema.event, *self._of_policy.values()]}
+        #: Fields of a candidate: those of the request, and the statistics, which are behind them.
+        count = len(schema.candidate) - (0 if schema.statistics is None else len(schema.statistics.names))
+        self._candidate, self._statistics = schema.candidate[:count], schema.candidate[count:]
+        parts = {USER: schema.user, HISTORY: schema.event, CANDIDATES: self._candidate}
+        read = parts | {HISTORY: [*schema.event, *self._of_policy.values()]}
         #: By part of a request the kinds of its fields by name; the policy may read fields that the model reads too.
         self.fields = {
             part: {one.name: one.kind for one in fields if one.kind != "cross"}
             for part, fields in read.items()
-            if fields or part != "history"
+            if fields or part != HISTORY
         }
-        #: Names of the statistics, which a request may leave out.
-        self._statistics: list[str] = []
-        #: By part of a request the field of an id that only they are looked up by: without them it may be left out.
-        self._ids: dict[str, str] = {}
-        if past is not None:
-            self._statistics = past.fields.names
-            own = {"user": past.fields.user, "candidates": past.fields.item}
-            self._ids = {part: name for part, name in own.items() if name not in self.fields[part]}
-            for part, name in self._ids.items():
-                self.fields[part][name] = "category"
+        #: By part the names of the fields that the model reads, of which the state may have some.
+        self._read_fields = {part: [*kinds] for part, kinds in self.fields.items()}
+        #: By part the field of the id, by which the state is read; a request may have it even if the model does not.
+        self._ids = {USER: schema.user_id, CANDIDATES: schema.item_id}
+        for part, name in self._ids.items():
+            if name is not None:
+                self.fields[part].setdefault(name, "category")
+        self._state, columns = state, {} if state is None else {USER: state.users, CANDIDATES: state.items}
+        self._stored = {part: {one.name for one in columns.get(part, ())} for part in self.fields}
+        dense = [(part, one.name) for part in (USER, CANDIDATES) for one in parts[part] if one.kind == "number"]
+        dense += [(CANDIDATES, one.name) for one in self._statistics]
+        #: By part and name the columns of the dense features.
+        self._dense_at = {key: index for index, key in enumerate(dense)}
         #: By field with a vocabulary, a key of its ids. Slots of a list are left out: 0 is an empty slot there too.
         self._categories = {
             f"{part}.{one.name}": one.keys[0]
@@ -131,17 +149,18 @@ class RequestReader:
             for one in fields
             if one.kind in ("category", "categories") and one.encoding() is None
         }
-        self._parts = [*self.fields, *([] if schema.codec is None else [CODEC])]
-        #: Parts that a request may have, for messages.
-        self._optional = [HISTORY, CONTEXT, TIME] if has_state else [TIME]
+        codec = [] if schema.codec is None else [CODEC]
+        self._parts = [*self.fields, CONTEXT, TIME, *codec]
+        self._required = [USER, CANDIDATES] if state is not None else [*self.fields, *codec]
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a request."""
-        of = {"user": self.schema.user, "candidates": self.schema.candidate, "history": self.schema.event}
-        fields = {part: schemas_of(kinds, bounded_fields(of[part])) for part, kinds in self.fields.items()}
-        user_id = self.schema.user_id if self.has_state else None
-        until = 0.0 if self._past is None else self._past.fields.until
-        return request_schema(fields, self.schema.codec, self.limits, self._answer, self._statistics, user_id, until)
+        fields = {part: {name: KINDS[kind] for name, kind in kinds.items()} for part, kinds in self.fields.items()}
+        read = {part: {*names} for part, names in self._read_fields.items()}
+        for part, name in self._ids.items():
+            read[part] |= {name} if self.schema.statistics is not None else set()
+        own = self.schema.codec, self.limits, self._answer, self._state is not None
+        return request_schema(fields, read, self._stored, *self._ids.values(), *own)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
@@ -169,121 +188,122 @@ class RequestReader:
         """
         if not isinstance(request, dict):
             raise BadRequestError(f"the request must be an object, got {shown(request)}")
-        try:
-            return self._read(request)
-        except BadRequestError as fault:
-            if any(f"'{name}'" in str(fault) for name in self._statistics):
-                which = f"all {len(self._statistics)} statistics of each candidate, or none"
-                raise BadRequestError(f"{fault}; send {which}, and the artifact looks them up") from None
-            raise
+        check_count(CANDIDATES, request.get(CANDIDATES), self.limits.max_candidates)
+        check_names("the request", request, self._parts)
+        check_required("the request", request, self._required)
+        now = read_time(request[TIME], TIME) if TIME in request else time.time()
+        reads_events = HISTORY in self.fields and HISTORY not in request
+        stored = Lookup(now, reads_events, reads_statistics=self.schema.statistics is not None)
+        user = self._read_user(request[USER], stored)
+        candidates, place = self._candidates_of(request)
+        candidate = self._read_candidates(candidates, place, stored)
+        kinds = self.fields.get(HISTORY, {})
+        history = Rows(HISTORY, request.get(HISTORY, []), kinds, self.limits.max_history)
+        if not reads_events:
+            history.require(kinds)
+        given = [self.fields[CANDIDATES][name] for name in candidates] + [kinds[name] for name in history.columns]
+        self._check_codec(request, has_sids="sid" in given)
+        event, num_events, weights = (Encoded(), 0, None) if reads_events else self._encode_history(history)
+        count = len(next(iter(candidates.values()))) if candidates else len(request[CANDIDATES])
+        # As in training, a model without dense features reads a column of zeros.
+        dense = np.zeros((count, max(1, len(self._dense_at))), np.float32)
+        read = Request({}, {}, event.ages, dense, num_events, count, weights, stored if stored else None)
+        read.ids |= event.ids
+        self._add(read, user, candidate)
+        return read
 
-    def _read(self, request: dict) -> Request:
-        now = stored = None
-        check_count("candidates", request.get("candidates"), self.limits.max_candidates)
-        if TIME in request:
-            now = read_time(request[TIME], TIME, 0.0 if self._past is None else self._past.fields.until)
-            request = {name: part for name, part in request.items() if name != TIME}
-        parts = self._parts
-        if self.has_state:
-            request = self._with_context(request)
-            if HISTORY not in request:
-                parts = [part for part in parts if part != HISTORY]
-                if "user" in request:
-                    request, stored = self._of_state(request, time.time() if now is None else now)
-        check_names("the request", request, parts, self._optional)
-        if self.schema.codec is not None and request[CODEC] != self.schema.codec:
+    def _read_user(self, given: object, stored: Lookup) -> Encoded:
+        """Encodes what a request has of the user; `stored` gets what it lacks."""
+        name, place = self._ids[USER], _place_of_user
+        if not isinstance(given, dict):
+            if name is None:
+                raise BadRequestError(f"user must be an object, got {shown(given)}")
+            given, place = {name: given}, lambda *_: USER
+        check_names(USER, given, self.fields[USER])
+        stored.user_columns = self._lacking(USER, USER, given)
+        if stored and name not in given:
+            raise BadRequestError(f"user lacks the field '{name}', by which the server knows the user")
+        columns = {field: [value] for field, value in given.items()}
+        if name in given and (stored or name not in self._read_fields[USER]):
+            (stored.user,) = texts(Field(name, "category"), columns[name], place)
+            if stored.reads_events or stored.user_columns:
+                read_id(given[name], stored.user, place(0, name))
+        return self._encode([one for one in self.schema.user if one.name in given], columns, place)
+
+    def _candidates_of(self, request: dict) -> tuple[dict[str, Sequence[object]], Place]:
+        """Returns by name the values of the candidates and of the context, and their places."""
+        rows, context = Rows(CANDIDATES, request[CANDIDATES], self.fields[CANDIDATES], of_ids=self._ids[CANDIDATES]), {}
+        if not len(rows):
+            raise BadRequestError("candidates must not be empty")
+        if CONTEXT in request:
+            context = request[CONTEXT]
+            if not isinstance(context, dict):
+                raise BadRequestError(f"{CONTEXT} must be an object, got {shown(context)}")
+            check_names(CONTEXT, context, self.fields[CANDIDATES])
+            if both := [name for name in context if name in rows.columns]:
+                raise BadRequestError(f"{CONTEXT} has the field '{both[0]}', and the candidates have it too")
+
+        def place(row: int, name: str) -> str:
+            return f"{CONTEXT}.{name}" if name in context else rows.place(row, name)
+
+        return rows.columns | {name: [value] * len(rows) for name, value in context.items()}, place
+
+    def _read_candidates(self, columns: dict[str, Sequence[object]], place: Place, stored: Lookup) -> Encoded:
+        """Encodes what a request has of its candidates; `stored` gets what it lacks."""
+        name = self._ids[CANDIDATES]
+        stored.item_columns = self._lacking(CANDIDATES, place(0, ""), columns)
+        looks_up = stored.item_columns or stored.reads_statistics
+        if looks_up and name not in columns:
+            raise BadRequestError(f"{place(0, '')} lacks the field '{name}', by which the server knows the item")
+        if name in columns and (looks_up or name not in self._read_fields[CANDIDATES]):
+            stored.items = texts(Field(name, "category"), columns[name], place)
+            if stored.item_columns and (None in stored.items or max(map(len, stored.items)) > LONGEST_ID // 4):
+                for row, text in enumerate(stored.items):
+                    read_id(columns[name][row], text, place(row, name), "an item")
+        return self._encode([one for one in self._candidate if one.name in columns], columns, place)
+
+    def _lacking(self, part: str, place: str, given: Collection[str]) -> list[str]:
+        """Returns the fields that the state has in place of a request.
+
+        Raises:
+            BadRequestError: the request lacks another one.
+        """
+        lacking = sorted(name for name in self._read_fields[part] if name not in given)
+        if others := [name for name in lacking if name not in self._stored[part]]:
+            known = (
+                {*self.schema.item_columns} if part == CANDIDATES else {*self._read_fields[part]} - {self._ids[part]}
+            )
+            advice = "; send it, or serve with a state that has it" if others[0] in known else ""
+            raise BadRequestError(f"{place} lacks the field '{others[0]}'{advice}")
+        return lacking
+
+    def _check_codec(self, request: dict, has_sids: bool) -> None:
+        """Checks that a request names the codec of the semantic IDs that it has."""
+        if CODEC in request and request[CODEC] != self.schema.codec:
             got = shown(request[CODEC])
             raise BadRequestError(
                 f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
             )
-        given = request["candidates"]
-        looks_up = self._statistics and not _has_any(given, self._statistics)
-        left_out = self._statistics if looks_up else []
-        unused = {} if looks_up else self._ids
-        unused = {part: name for part, name in unused.items() if not _has_any(request[part], [name])}
-        names = [one for one in self.fields["candidates"] if one not in (*left_out, unused.get("candidates"))]
-        candidates = Rows("candidates", given, names)
-        if not (count := len(candidates)):
-            raise BadRequestError("candidates must not be empty")
-        history = Rows("history", request.get("history", []), [*self.fields.get("history", ())])
-        history.keep_last(self.limits.max_history)
+        if has_sids and self.schema.codec is not None:
+            check_required("the request", request, [CODEC])
 
-        of_user = [one for one in self.fields["user"] if one != unused.get("user")]
-        values = columns_of([request["user"]], of_user, _place_of_user)
-        user, columns = self._encode(self.schema.user, values, _place_of_user), candidates.columns()
-        statistics = [one for one in self.schema.candidate if one.name in left_out]  # behind all other fields
-        plain = self.schema.candidate[: len(self.schema.candidate) - len(statistics)]
-        candidate = self._encode(plain, columns, candidates.place)
-        if looks_up:
-            own = self._past.fields
-            (name,) = texts(Field(own.user, "category"), values[own.user], _place_of_user)
-            items = texts(Field(own.item, "category"), columns[own.item], candidates.place)
-            ids = self._ids_of_columns(candidate)
-            if stored is not None and self._has_counters:
-                stored.items, stored.column_ids = items, ids
-                candidate.dense += [np.zeros(count, np.float32)] * len(statistics)
-            else:
-                found = self._past(name, items, ids, now)
-                candidate.dense += self._encode(statistics, found, candidates.place).dense
-        event, num_events, weights = (_Encoded(), 0, None) if stored else self._encode_history(history)
-        dense_columns = [column.repeat(count) for column in user.dense] + candidate.dense
-        # As in training, a model without dense features reads a column of zeros.
-        dense = np.stack(dense_columns, axis=1) if dense_columns else np.zeros((count, 1), np.float32)
-        ids, counts = user.ids | candidate.ids | event.ids, user.counts | candidate.counts
-        return Request(ids, counts, event.ages, dense, num_events, count, weights, stored)
+    def _add(self, request: Request, user: Encoded, candidate: Encoded) -> None:
+        """Adds fields of the user and of the candidates to a request."""
+        request.ids |= user.ids | candidate.ids
+        request.counts |= user.counts | candidate.counts
+        for part, own in ((USER, user), (CANDIDATES, candidate)):
+            for name, column in own.numbers.items():
+                request.dense[:, self._dense_at[part, name]] = column
 
-    def _with_context(self, request: dict) -> dict:
-        """The request with the fields of its context in each candidate."""
-        if CONTEXT not in request:
-            return request
-        context, given = request[CONTEXT], request.get("candidates")
-        if not isinstance(context, dict):
-            raise BadRequestError(f"{CONTEXT} must be an object, got {shown(context)}")
-        for name in context:
-            if name not in self.fields["candidates"]:
-                hint = suggest(name, self.fields["candidates"])
-                raise BadRequestError(f"{CONTEXT} has an unknown field {shown(name)}; {hint}")
-            if _has_any(given, [name]):
-                raise BadRequestError(f"{CONTEXT} has the field '{name}', and the candidates have it too")
-        if isinstance(given, dict):
-            count = next((len(values) for values in given.values() if isinstance(values, list)), 0)
-            given = given | {name: [value] * count for name, value in context.items()}
-        elif isinstance(given, list):
-            given = [row | context if isinstance(row, dict) else row for row in given]
-        return {name: part for name, part in request.items() if name != CONTEXT} | {"candidates": given}
-
-    def _of_state(self, request: dict, now: float) -> tuple[dict, StoredHistory]:
-        """The request with the user as an object of the fields that the model reads, and whose events to read."""
-        name, fields, user = self.schema.user_id, self.fields["user"], request["user"]
-        if not isinstance(user, dict):
-            if others := [f"'{one}'" for one in fields if one != name]:
-                what = f"an object with '{name}' and {', '.join(others)}, which the model reads"
-                raise BadRequestError(f"user must be {what}, got {shown(user)}")
-            user = {name: user}
-        if name not in user:
-            raise BadRequestError(f"user lacks the field '{name}', by which the server knows the user's events")
-        place = "user" if request["user"] is not user else f"user.{name}"
-        (text,) = texts(Field(name, "category"), [user[name]], lambda *_: place)
-        text = read_id(user[name], text, place)
-        kept = {one: value for one, value in user.items() if one != name or name in fields}
-        return request | {"user": kept}, StoredHistory(text, now)
+    def complete(self, request: Request, user: Encoded, candidate: Encoded) -> Request:
+        """Returns a request with fields of the user and of the candidates, which it lacked."""
+        whole = replace(request, ids={**request.ids}, counts={**request.counts}, dense=request.dense.copy())
+        self._add(whole, user, candidate)
+        return whole
 
     def with_statistics(self, request: Request, found: Mapping[str, np.ndarray]) -> Request:
-        """Returns a request with the statistics of its candidates, `[R]` by name, in place of zeros."""
-        fields = [one for one in self.schema.candidate if one.name in found]
-        dense = request.dense.copy()
-        dense[:, dense.shape[1] - len(fields) :] = np.stack(self._encode(fields, found, _place_of_user).dense, axis=1)
-        return replace(request, dense=dense)
-
-    def without_state(self, request: Request) -> Request:
-        """Returns a request as that of a new user, with the artifact's own statistics."""
-        if request.stored.items is not None:
-            stored = request.stored
-            found = self._past(stored.user, stored.items, stored.column_ids, stored.now)
-            request = self.with_statistics(request, found)
-        event, num_events, weights = self._encode_history(Rows(HISTORY, [], []))
-        ids = request.ids | event.ids
-        return replace(request, ids=ids, ages=event.ages, num_events=num_events, weights=weights)
+        """Returns a request with the statistics of its candidates, `[R]` by name, in place of their means."""
+        return self.complete(request, Encoded(), self._encode(self._statistics, found, _place_of_user))
 
     def choose(self, ages: np.ndarray, engagement: tuple[Values | None, ...]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns the events of the state of users that the policy keeps, and their weights, as RequestPolicy."""
@@ -291,21 +311,21 @@ class RequestReader:
             return np.arange(len(ages)), None
         return self._policy(ages, *engagement)
 
-    def _ids_of_columns(self, candidate: "_Encoded") -> dict[str, np.ndarray]:
+    def column_ids(self, request: Request) -> dict[str, np.ndarray]:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
         found = {}
-        for column in self._past.fields.columns.values():
-            ids, counts = candidate.ids[column.key], candidate.counts.get(column.key)
+        for column in self.schema.statistics.columns.values():
+            ids, counts = request.ids[column.key], request.counts.get(column.key)
             found[column.key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
         return found
 
-    def _encode_history(self, history: Rows) -> "tuple[_Encoded, int, np.ndarray | None]":
+    def _encode_history(self, history: Rows) -> tuple[Encoded, int, np.ndarray | None]:
         """The events that the policy keeps, their number and their weights, if any."""
         if not len(history):
             none = np.zeros(0, np.int64)
             ids = {key: none for one in self.schema.event for key in one.keys}
-            return _Encoded(ids, ages=none), 0, None
-        columns, place, weights, kept = history.columns(), history.place, None, len(history)
+            return Encoded(ids, ages=none), 0, None
+        columns, place, weights, kept = history.columns, history.place, None, len(history)
         if self._policy is not None:
             rows, weights = self._choose(columns, place)
             stay, kept = rows.tolist(), len(rows)
@@ -329,9 +349,9 @@ class RequestReader:
             found[role] = columns[one.name]
         return self._policy(*found.values())
 
-    def _encode(self, fields: list[Field], columns: Mapping[str, Values], place: Place) -> "_Encoded":
+    def _encode(self, fields: list[Field], columns: Mapping[str, Values], place: Place) -> Encoded:
         """Encodes the user, the candidates or the events."""
-        encoded = _Encoded()
+        encoded = Encoded()
         for one in fields:
             if one.kind == "cross":
                 parts = [texts(replace(one, name=name), columns[name], place) for name in one.columns]
@@ -352,14 +372,6 @@ class RequestReader:
         return encoded
 
 
-def _has_any(rows: object, names: list[str]) -> bool:
-    """Returns whether the user or candidates, by rows or by columns, have one of these fields."""
-    known = frozenset(names)
-    return any(
-        isinstance(row, dict) and not known.isdisjoint(row) for row in (rows if isinstance(rows, list) else [rows])
-    )
-
-
 def _first_values(ids: np.ndarray, counts: np.ndarray, most: int) -> np.ndarray:
     """`[R, most]`, the first ids of each row of lists, 0 where there are fewer."""
     found, start = np.zeros((len(counts), most), np.int64), counts.cumsum() - counts
@@ -372,21 +384,11 @@ def _place_of_user(_: int, field: str) -> str:
     return f"user.{field}" if field else "user"
 
 
-@dataclass
-class _Encoded:
-    """The encoded fields of the user, of the candidates or of the events."""
-
-    ids: dict[str, np.ndarray] = field(default_factory=dict)
-    counts: dict[str, np.ndarray] = field(default_factory=dict)
-    ages: np.ndarray | None = None
-    dense: list[np.ndarray] = field(default_factory=list)
-
-
-def _add_numbers(encoded: _Encoded, one: Field, values: Values, place: Place) -> None:
+def _add_numbers(encoded: Encoded, one: Field, values: Values, place: Place) -> None:
     found = numbers(one, values, place)
     if one.kind == "age":
         encoded.ages = age_buckets(found, one.num_buckets)
     elif one.kind == "quantile":
         encoded.ids[one.keys[0]] = quantile_ids(found, np.array(one.edges), one.default)
     else:
-        encoded.dense.append(standardize(found, one.mean, one.deviation, one.default, one.bounds))
+        encoded.numbers[one.name] = standardize(found, one.mean, one.deviation, one.default, one.bounds)

@@ -1,14 +1,12 @@
 """The fields of a request, as `artifact.json` holds them, and their JSON Schema (draft 2020-12) for clients."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from jfi.events.groups import columns_of
-from jfi.events.point_in_time import Rows
+from jfi.events.groups import StatisticsSettings
 from jfi.utils.encoding import LARGEST_NUMBER, HashBuckets, HashedIds
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -18,10 +16,9 @@ MAX_VALUES = 1000
 LATEST = 1e11
 #: Bytes of the longest id of a user; LMDB's keys have 511 bytes at most.
 LONGEST_ID = 480
-#: Bytes of the longest text of a column with a capacity: its hash takes one step after the other for each 8 bytes.
-LONGEST_RAW = 1024
-_VALUE = {"type": ["string", "number", "boolean", "null"]}
-_RAW = _VALUE | {"maxLength": LONGEST_RAW}
+#: Bytes of the longest text of a value.
+LONGEST_TEXT = 1024
+_VALUE = {"type": ["string", "number", "boolean", "null"], "maxLength": LONGEST_TEXT}
 _LIST = {"type": ["array", "null"], "items": _VALUE, "maxItems": MAX_VALUES}
 _TEXT_OF_LIST = f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null"
 _FLOAT32 = {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
@@ -29,8 +26,6 @@ _FLOAT32 = {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
 KINDS: dict[str, dict] = {
     "category": {"description": "a string, a number or a boolean, or null", **_VALUE},
     "categories": {"description": _TEXT_OF_LIST, **_LIST},
-    "raw": {"description": f"a string of at most {LONGEST_RAW} bytes, a number or a boolean, or null", **_RAW},
-    "raws": {"description": f"{_TEXT_OF_LIST}; each of at most {LONGEST_RAW} bytes", **_LIST, "items": _RAW},
     "slots": {"description": _TEXT_OF_LIST, **_LIST},
     "number": {"description": "a finite number of float32's range, or null", "type": ["number", "null"], **_FLOAT32},
     "quantile": {"description": "a finite number, or null", "type": ["number", "null"]},
@@ -88,17 +83,6 @@ class Field:
         return HashBuckets(self.num_buckets) if self.num_buckets else None
 
 
-def schemas_of(kinds: Mapping[str, str], bounded: Collection[str]) -> dict[str, dict]:
-    """Returns by name the JSON Schemas of values of these kinds; the texts of `bounded` have a bound."""
-    raw = {"category": "raw", "categories": "raws", "slots": "raws"}
-    return {name: KINDS[raw.get(kind, kind) if name in bounded else kind] for name, kind in kinds.items()}
-
-
-def bounded_fields(fields: Sequence[Field]) -> set[str]:
-    """Returns the names of fields whose texts are hashed as raw ids, which takes long for a long text."""
-    return {name for one in fields if one.capacity for name in one.columns or [one.name]}
-
-
 @dataclass(frozen=True)
 class PolicyFields:
     """The fields of an event, but for its age, that a history policy reads.
@@ -121,69 +105,6 @@ class PolicyFields:
 
 
 @dataclass(frozen=True)
-class ItemColumn:
-    """A categorical column of the item that statistics count by.
-
-    Args:
-        key: of the candidate's field.
-        size: all ids are below it.
-        slots: of a column with lists the number of values that count, else 1.
-    """
-
-    key: str
-    size: int
-    slots: int
-
-
-@dataclass(frozen=True)
-class PastFields:
-    """The statistics of the past that an artifact has of its own, and the fields by which they are looked up.
-
-    Args:
-        user, item: names of the fields of the ids, of the user and of a candidate.
-        until: time of the newest row that counts, in seconds.
-        groups: of `data.statistics`.
-        window: the newest events that `similar` compares a target with.
-        half_lives: of `popularity`, in seconds.
-        is_implicit: whether every row is a positive.
-        sets: see `jfi.events.point_in_time.PastIndex`.
-        num_known: the number of items that training knows.
-        categories: names of the categorical columns of the item.
-        columns: those of them that have values, by name.
-        session: name of the column of sessions that is read, or None.
-        numbers: by name the quantiles of the numbers of events that count.
-        values: by name of a categorical column of events the values that are counted.
-    """
-
-    user: str
-    item: str
-    until: float
-    groups: list[str]
-    window: int
-    half_lives: list[float]
-    is_implicit: bool
-    sets: dict[Rows, Rows]
-    num_known: int
-    categories: list[str]
-    columns: dict[str, ItemColumn]
-    session: str | None = None
-    numbers: dict[str, list[float]] = field(default_factory=dict)
-    values: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """The statistics, which a request may have as numbers of each candidate."""
-        return columns_of(self.groups, self.is_implicit, self.categories, self.numbers, self.values)
-
-    def date(self) -> str:
-        """Returns `until` as ISO 8601 in UTC, or as seconds where these are no date."""
-        try:
-            return datetime.fromtimestamp(self.until, UTC).isoformat(timespec="seconds")
-        except (ValueError, OverflowError, OSError):
-            return f"{self.until:.0f} seconds"
-
-
-@dataclass(frozen=True)
 class Schema:
     """All fields of a request.
 
@@ -196,9 +117,11 @@ class Schema:
         codec: fingerprint of the codec of semantic IDs, which a request names too, or None without such IDs.
         labels: names of the labels of a model with several, in the order of its outputs; [] for one.
         tasks: of each output, "binary" for a logit or "regression".
-        past: the artifact's own statistics, or None: then a request must have those that the model reads.
+        statistics: of the past, which the model reads, or None.
+        counted: fields of an event that these count by, of a model that reads no history.
         user_id: name of the column of the user's id, whether the model reads it or not.
         item_id: name of the column of the item's id, likewise.
+        item_columns: names of the fields of a candidate that are columns of the item, and not of the interaction.
     """
 
     user: list[Field]
@@ -209,9 +132,16 @@ class Schema:
     codec: str | None = None
     labels: list[str] = field(default_factory=list)
     tasks: list[Literal["binary", "regression"]] = field(default_factory=lambda: ["binary"])
-    past: PastFields | None = None
+    statistics: StatisticsSettings | None = None
+    counted: list[Field] = field(default_factory=list)
     user_id: str | None = None
     item_id: str | None = None
+    item_columns: list[str] = field(default_factory=list)
+
+    @property
+    def event_fields(self) -> list[Field]:
+        """The fields of an event that a state keeps: the model or its statistics read them."""
+        return self.event + self.counted
 
 
 @dataclass(frozen=True)
@@ -265,89 +195,74 @@ class Inputs:
 
 def request_schema(
     parts: Mapping[str, Mapping[str, dict]],
+    read: Mapping[str, Collection[str]],
+    stored: Mapping[str, Collection[str]],
+    user_id: str | None,
+    item_id: str | None,
     codec: str | None,
     limits: Limits,
     answer: str,
-    statistics: Sequence[str] = (),
-    user_id: str | None = None,
-    until: float = 0.0,
+    has_state: bool,
 ) -> dict:
     """Returns the JSON Schema of a request.
 
     It does not say what no JSON Schema can: that the lists of a table by columns have one length, that no key is there
-    twice, and that semantic IDs are those of the codec.
+    twice, and that semantic IDs are those of the codec; nor that candidates need an id if the state is read by it.
 
     Args:
         parts: by part of a request the JSON Schemas of its fields by name.
+        read: by part the names of the fields that the model or its statistics read.
+        stored: by part the names of those that the state has.
+        user_id, item_id: the fields of the ids.
         codec: fingerprint of the codec of semantic IDs, None without such IDs.
         limits: of a request.
         answer: what a score is.
-        statistics: fields of candidates that all have or none, since the artifact has its own.
-        user_id: the field of the user's id, if the server knows the users' events; None if it does not.
-        until: time of the artifact's own statistics.
+        has_state: whether a state has what a request may leave out.
     """
-    kept = f"events, oldest first; of more than {limits.max_history} the newest are read"
-    properties, optional, choices = {"user": _object(parts["user"])}, [], []
-    if user_id is not None:
-        with_history, without = properties["user"], _user_with_id(parts["user"], user_id)
-        properties["user"] = {"anyOf": [*without, with_history]}
-        then, other = ({"properties": {"user": one}} for one in (with_history, {"anyOf": without}))
-        choices.append({"if": {"required": ["history"]}, "then": then, "else": other})
+    fields, optional, choices = parts["candidates"], ["context", "time"], []
+    needed = {*read["candidates"]} - {*stored["candidates"]}
+    of_user = parts["user"], {*read["user"]}, {*stored["user"]}, user_id
+    properties = {"user": {"anyOf": _users(*of_user)}}
     if "history" in parts:
+        kept = f"events, oldest first; of more than {limits.max_history} the newest are read"
         properties["history"] = {"description": kept} | _table(parts["history"], {})
-        optional += ["history"] if user_id is not None else []
+    if "history" in parts and has_state:
+        of_state = {"properties": {"user": {"anyOf": _users(*of_user, reads_events=True)}}}
+        choices.append({"if": {"not": {"required": ["history"]}}, "then": of_state})
     bounds = {"minItems": 1, "maxItems": limits.max_candidates}
-    candidates = properties["candidates"] = _table(parts["candidates"], bounds, statistics)
-    if user_id is not None:
-        optional.append("context")
-        shared = "fields that all candidates share, which they lack then"
-        any_of = [*parts["candidates"]]
-        context = _object(parts["candidates"], any_of, together=False)
-        properties["context"] = {"description": shared} | context
-        properties["candidates"] = _table(parts["candidates"], bounds, any_of, together=False)
-        then = {"properties": {"candidates": candidates}}
-        choices.append({"if": {"not": {"required": ["context"]}}, "then": then})
-        choices += [_in_one(name, name in statistics) for name in any_of]
+    properties["candidates"] = _table(fields, bounds, [*fields], fields.get(item_id))
+    shared = "fields that all candidates share, which they lack then"
+    properties["context"] = {"description": shared} | _object(fields, [*fields])
+    choices += [_in_one(name, name in needed, name == item_id) for name in fields]
     if codec is not None:
         properties["codec"] = {"const": codec}
-    optional.append("time")
-    what = ["the artifact's own statistics are looked up"] if statistics else []
-    what += ["the user's events are read"] if user_id is not None else []
-    text = f"at which {' and '.join(what)}; by default now" if what else "which this model does not read"
-    properties["time"] = time_schema(f"seconds since 1970, {text}", until)
+    if has_state:
+        optional += ["history", "codec"]
+    text = "at which the state is read; by default now" if has_state else "which this model does not read"
+    properties["time"] = time_schema(f"seconds since 1970, {text}")
     return (
         {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "A request of POST /score",
             "description": f'The answer is {{"scores": [...]}}: a {answer} for each candidate, in their order.',
         }
-        | _object(properties, optional, together=False)
+        | _object(properties, optional)
         | ({"allOf": choices} if choices else {})
     )
 
 
-def empty_request(
-    fields: Mapping[str, Mapping[str, str]], codec: str | None = None, left_out: Collection[str] = ()
-) -> dict:
-    """Returns a request of one event and one candidate without values.
-
-    Args:
-        fields, codec: as of `request_schema`.
-        left_out: fields of the candidate.
-    """
+def empty_request(fields: Mapping[str, Mapping[str, str]], codec: str | None = None) -> dict:
+    """Returns a request of one event and one candidate without values; the arguments are as of `request_schema`."""
     found: dict[str, Any] = {} if codec is None else {"codec": codec}
     for part, kinds in fields.items():
         row = {name: 0 if kind == "age" else None for name, kind in kinds.items()}
-        if part == "candidates":
-            row = {name: value for name, value in row.items() if name not in left_out}
         found[part] = row if part == "user" else [row]
     return found
 
 
-def time_schema(description: str, until: float = 0.0) -> dict:
-    """Returns the JSON Schema of a time, of which `until` is one."""
-    latest = max(LATEST, 10 * until)
-    return {"description": description, "type": "number", "exclusiveMinimum": -latest, "exclusiveMaximum": latest}
+def time_schema(description: str) -> dict:
+    """Returns the JSON Schema of a time."""
+    return {"description": description, "type": "number", "exclusiveMinimum": -LATEST, "exclusiveMaximum": LATEST}
 
 
 def id_schema(description: str) -> dict:
@@ -356,33 +271,42 @@ def id_schema(description: str) -> dict:
     return {"description": f"{description}, at most {LONGEST_ID} bytes"} | types
 
 
-def _user_with_id(fields: dict[str, dict], name: str) -> list[dict]:
-    """An object with the user's id and the fields that the model reads, or the id alone where these are none."""
-    user_id = id_schema("the user's id")
-    return [_object(fields | {name: user_id}), *([] if fields.keys() - {name} else [user_id])]
+def _users(
+    fields: Mapping[str, dict], read: set[str], stored: set[str], name: str | None, reads_events: bool = False
+) -> list[dict]:
+    """The forms of a user: with all that the model reads, or with the id, by which the state is read, or it alone."""
+    forms = [] if reads_events else [_object(fields, {*fields} - read)]
+    if reads_events or read & stored:
+        own = id_schema("the id of the user, by which the state is read")
+        forms.append(_object(fields | {name: own}, {*fields} - (read - stored) - {name}))
+        forms += [own] if read - stored <= {name} else []
+    elif name is not None and read <= {name}:
+        forms.append(fields[name])
+    return forms
 
 
-def _in_one(name: str, is_optional: bool) -> dict:
-    """A field that either the context has or all candidates have, by rows or by columns."""
-    lacks, has = {"properties": {name: False}}, {} if is_optional else {"required": [name]}
-    then, other = ({"properties": {"candidates": one | {"items": one}}} for one in (lacks, has))
+def _in_one(name: str, is_needed: bool, is_id: bool) -> dict:
+    """A field that the context has or all candidates have, by rows or by columns; a list of ids has the id alone."""
+    lacks, has = {"properties": {name: False}}, {"required": [name]} if is_needed else {}
+    of_rows = lacks | ({"type": "object"} if is_id else {}), has | ({"type": "object"} if has and not is_id else {})
+    then, other = (
+        {"properties": {"candidates": own | {"items": rows}}} for own, rows in zip((lacks, has), of_rows, strict=True)
+    )
     of_context = {"required": ["context"], "properties": {"context": {"type": "object", "required": [name]}}}
     return {"if": of_context, "then": then, "else": other}
 
 
-def _object(properties: dict[str, Any], optional: Sequence[str] = (), together: bool = True) -> dict:
-    """An object; `together` asks for all of the optional properties or none."""
+def _object(properties: Mapping[str, Any], optional: Collection[str] = ()) -> dict:
     required = [name for name in properties if name not in optional]
-    found = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    if together and len(optional) > 1:
-        found["dependentRequired"] = dict(zip(optional, ([one] for one in [*optional[1:], optional[0]]), strict=True))
-    return found
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _table(
-    fields: dict[str, dict], bounds: dict[str, int], optional: Sequence[str] = (), together: bool = True
+    fields: Mapping[str, dict], bounds: dict[str, int], optional: Collection[str] = (), ids: dict | None = None
 ) -> dict:
-    """Rows by rows or by columns."""
+    """Rows by rows or by columns, or a list of ids."""
     columns = {name: {"type": "array", "items": one, **bounds} for name, one in fields.items()}
-    rows = {"type": "array", "items": _object(fields, optional, together), **bounds}
-    return {"anyOf": [rows, _object(columns, optional, together)]}
+    forms = [{"type": "array", "items": _object(fields, optional), **bounds}, _object(columns, optional)]
+    if bounds:
+        forms[1] |= {"minProperties": 1}
+    return {"anyOf": [*forms, *([] if ids is None else [{"type": "array", "items": ids, **bounds}])]}

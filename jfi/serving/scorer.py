@@ -15,7 +15,6 @@ from torch import Tensor
 from jfi.history_policies.policy import Policy
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, Info
-from jfi.serving.counters import CountersError, LogCounters, RequestStatistics
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.published import Change
 from jfi.serving.requests import Request, RequestReader
@@ -110,18 +109,14 @@ class Scorer:
                 policy = RequestPolicy(Policy.load(path / artifact.POLICY), info.schema.policy)
             except ValueError as fault:
                 raise ArtifactError(f"{path} has a policy that cannot be used: {fault}") from None
-        past = None
-        if info.schema.past is not None:
-            try:
-                past = RequestStatistics(LogCounters.load(path, info.schema.past))
-            except CountersError as fault:
-                raise ArtifactError(f"{path} is damaged: {fault}") from None
+        if info.schema.statistics is not None and state is None:
+            make = f"`jfi state load --run {info.run or 'RUN'} --state FOLDER`"
+            raise ArtifactError(f"{path} reads statistics of the past: serve it with --state FOLDER, made by {make}")
         limits = _limits(path, info, max_candidates, max_history)
-        layout = None if state is None else _naming(path, lambda: read_layout(state.store))
         self._settings = state
-        has_state, has_counters = layout is not None, layout is not None and layout.info.past is not None
+        described = None if state is None else _naming(path, lambda: read_layout(state.store).info)
         try:
-            self.reader = RequestReader(info.schema, limits, policy, _SAID[output], past, has_state, has_counters)
+            self.reader = RequestReader(info.schema, limits, policy, _SAID[output], described)
         except LookupError:
             raise ArtifactError(f"{path} is damaged: a field of {artifact.INFO} has no key") from None
         #: The events of users, and what reads those that are sent for them; both None without a state.
@@ -159,12 +154,11 @@ class Scorer:
     def _check(self, path: Path) -> None:
         """Checks that fields, vocabularies, tables and labels fit each other, by requests without values."""
         schema = self.info.schema
-        left_out = [()] if schema.past is None else [(), schema.past.names]
         try:
             shapes = shapes_of(batch_inputs([self.example()], self.inputs, self.tables, self.device))
             if self.package.get_metadata().get(artifact.SHAPES) != shapes:
                 raise ValueError(f"{artifact.MODEL} takes other inputs than {artifact.INFO} says")
-            self.score([self.reader(empty_request(self.reader.fields, schema.codec, names)) for names in left_out])
+            self.score([self.reader(empty_request(self.reader.fields, schema.codec))])
             for one in schema.user + schema.candidate + schema.event:
                 count = len(schema.vocabularies.get(one.name, ())) if one.encoding() is None else 0
                 if any(table.rows <= count and set(table.keys) & {*one.keys} for table in self.info.tables.values()):
@@ -254,7 +248,7 @@ class Scorer:
         return [answers[i] for i in range(len(requests))]
 
     def _with_stored(self, requests: list[Request]) -> list[Request]:
-        """The requests with their users' events, or without if the store does not answer and that is allowed."""
+        """The requests with what they read from the state, or without if it does not answer and that is allowed."""
         if self.state is None:
             return requests
         try:
@@ -265,7 +259,7 @@ class Scorer:
                     request.stored.mark_unavailable()
             if isinstance(error, InputError) or not self._settings.cold_if_unavailable:
                 raise
-        return [one if one.stored is None else self.reader.without_state(one) for one in requests]
+        return self.state.fill(requests, is_available=False)
 
     @torch.no_grad()
     def _score(self, requests: list[Request]) -> list[Answer]:

@@ -1,7 +1,7 @@
 """Checks the values of a request, column by column; a fault is refused with its place."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
 
@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
-from jfi.serving.schema import KINDS, LATEST, LONGEST_ID, LONGEST_RAW, MAX_VALUES, Field
+from jfi.serving.schema import KINDS, LATEST, LONGEST_ID, LONGEST_TEXT, MAX_VALUES, Field
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, text_of
+from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, are_canonical, text_of
 from jfi.utils.errors import suggest
 
 #: Values of a field, row by row: as JSON has them, or an array of those that `numbers` has checked.
@@ -28,56 +28,60 @@ class BadRequestError(ValueError):
 
 
 class Rows:
-    """The candidates or the events: a list of objects, or an object of lists, one for each field.
+    """The candidates or the events: a list of objects or of ids, or an object of lists, one for each field.
 
     Args:
         name: of the part of the request.
         given: what the request has there.
-        fields: names of the fields of a row.
+        known: names of the fields that a row may have; all rows have the same ones.
+        most: of more rows the last ones are kept.
+        of_ids: the field whose values a list may have in place of objects, or None.
 
     Raises:
-        BadRequestError: neither, or lists that are not those of these fields or differ in length.
+        BadRequestError: none of these, an unknown field, or lists that differ in length.
     """
 
-    def __init__(self, name: str, given: object, fields: Sequence[str]) -> None:
-        self.name, self._given, self._fields, self._first = name, given, fields, 0
+    def __init__(
+        self, name: str, given: object, known: Collection[str], most: int | None = None, of_ids: str | None = None
+    ) -> None:
+        self.name, self._is_by_columns, self._of_ids = name, isinstance(given, dict), False
         if isinstance(given, list):
-            self._count = len(given)
+            self._first = max(0, len(given) - (len(given) if most is None else most))
+            kept = given[self._first :] if self._first else given
+            self._of_ids = of_ids is not None and bool(kept) and not isinstance(kept[0], dict)
+            #: By name the values of each field.
+            self.columns = {of_ids: kept} if self._of_ids else columns_of(kept, known, self.place)
+            self._count = len(kept)
             return
         if not isinstance(given, dict):
             raise BadRequestError(f"{name} must be a list of objects or an object of lists, got {shown(given)}")
-        check_names(name, given, fields)
+        check_names(name, given, known)
         for field, values in given.items():
             if type(values) is not list:
                 raise BadRequestError(f"{name}.{field} must be a list with a value for each row, got {shown(values)}")
         lengths = {field: len(values) for field, values in given.items()}
-        self._count = max(lengths.values(), default=0)
+        count = max(lengths.values(), default=0)
         if len(set(lengths.values())) > 1:
             lengths = ", ".join(f"{length} of {field}" for field, length in lengths.items())
             raise BadRequestError(f"{name} must have as many values of each field, got {lengths}")
+        self._first = 0 if most is None else max(0, count - most)
+        self._count = count - self._first
+        self.columns = {field: values[self._first :] if self._first else values for field, values in given.items()}
 
     def __len__(self) -> int:
-        return self._count - self._first
+        return self._count
 
-    def keep_last(self, most: int) -> None:
-        """Drops all rows but the last ones."""
-        self._first = max(0, self._count - most)
-
-    def columns(self) -> dict[str, Sequence[object]]:
-        """The values of each field; every row must be an object with these fields alone."""
-        if isinstance(self._given, dict):
-            return {field: self._kept(self._given[field]) for field in self._fields}
-        return columns_of(self._kept(self._given), self._fields, self.place)
-
-    def _kept(self, values: list) -> list:
-        return values[self._first :] if self._first else values
+    def require(self, names: Iterable[str]) -> None:
+        """Refuses rows, if there are any, that lack one of these fields."""
+        if self._is_by_columns or len(self):
+            check_required(self.place(0, ""), self.columns, names)
 
     def place(self, row: int, field: str) -> str:
         """Returns how messages name a value, as of `Place`."""
         row += self._first
-        if isinstance(self._given, dict):
-            return f"{self.name}.{field}[{row}]"
-        return f"{self.name}[{row}].{field}" if field else f"{self.name}[{row}]"
+        if self._is_by_columns:
+            return f"{self.name}.{field}[{row}]" if field else self.name
+        return f"{self.name}[{row}].{field}" if field and not self._of_ids else f"{self.name}[{row}]"
 
 
 def check_count(name: str, given: object, most: int) -> None:
@@ -88,30 +92,39 @@ def check_count(name: str, given: object, most: int) -> None:
         raise BadRequestError(f"{name} must be at most {most}, got {count}")
 
 
-def columns_of(rows: list, names: Sequence[str], place: Place) -> dict[str, Sequence[object]]:
-    """The values of each field; every row must be an object with these fields alone."""
+def columns_of(rows: list, known: Collection[str], place: Place) -> dict[str, Sequence[object]]:
+    """The values of each field; every row must be an object with the fields of the others, all of them known."""
+    names = rows[0] if rows and isinstance(rows[0], dict) else {}
     try:
-        if set(map(len, rows)) <= {len(names)} and (names or all(isinstance(row, dict) for row in rows)):
+        if set(map(len, rows)) <= {len(names)} and names.keys() <= {*known} and (names or all(map(_is_object, rows))):
             return {name: [row[name] for row in rows] for name in names}
     except (TypeError, KeyError):
         pass
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise BadRequestError(f"{place(i, '')} must be an object, got {shown(row)}")
-        check_names(place(i, ""), row, names)
-    raise AssertionError("rows with these fields alone have columns")
+        check_names(place(i, ""), row, known)
+    names = set().union(*rows)
+    for i, row in enumerate(rows):
+        check_required(place(i, ""), row, names)
+    raise AssertionError("rows with the same known fields have columns")
 
 
-def check_names(place: str, given: dict, known: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Checks that an object has these fields and no other; a message names the optional ones, checked before, too."""
-    known = sorted(known)
+def _is_object(row: object) -> bool:
+    return isinstance(row, dict)
+
+
+def check_names(place: str, given: dict, known: Collection[str]) -> None:
+    """Checks that an object has no other fields than these."""
     for name in given:
         if name not in known:
-            hint = suggest(name, sorted({*known, *optional}))
-            raise BadRequestError(f"{place} has an unknown field {shown(name)}; {hint}")
-    for name in known:
-        if name not in given:
-            raise BadRequestError(f"{place} lacks the field '{name}'")
+            raise BadRequestError(f"{place} has an unknown field {shown(name)}; {suggest(name, sorted(known))}")
+
+
+def check_required(place: str, given: Collection[str], names: Iterable[str]) -> None:
+    """Checks that an object has these fields."""
+    if lacking := sorted(name for name in names if name not in given):
+        raise BadRequestError(f"{place} lacks the field '{lacking[0]}'")
 
 
 def take(values: Values, rows: np.ndarray, indices: list[int]) -> Values:
@@ -130,21 +143,19 @@ def texts(
         refuse(one, values, place, [type(value) in _TEXTS for value in values])
     if only_equality and kinds <= {int, type(None)}:
         return values
-    if kinds <= {str, type(None)}:  # many are equal
+    if kinds == {str} and are_canonical(values):
+        found = distinct = values
+    elif kinds <= {str, type(None)}:  # many are equal
         by_value = {value: text_of(value) for value in set(values)}
-        found = list(map(by_value.__getitem__, values))
+        found, distinct = list(map(by_value.__getitem__, values)), by_value.values()
     else:
-        found = list(map(text_of, values))
-    if one.capacity:
-        check_lengths(found, lambda row: place(row, one.name))
+        found = distinct = list(map(text_of, values))
+    if str in kinds and max(map(len, filter(None, distinct)), default=0) > LONGEST_TEXT // 4:
+        for row, text in enumerate(found):
+            if text is not None and (size := len(text.encode())) > LONGEST_TEXT:
+                at = place(row, one.name)
+                raise BadRequestError(f"{at} must have texts of at most {LONGEST_TEXT} bytes, got one of {size}")
     return found
-
-
-def check_lengths(values: list[str | None], place: Callable[[int], str]) -> None:
-    """Refuses texts of more than `LONGEST_RAW` bytes."""
-    for row, text in enumerate(values):
-        if text is not None and len(text) > LONGEST_RAW // 4 and (size := len(text.encode())) > LONGEST_RAW:
-            raise BadRequestError(f"{place(row)} must have texts of at most {LONGEST_RAW} bytes, got one of {size}")
 
 
 def ids_of(
@@ -221,17 +232,17 @@ def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
     return found
 
 
-def read_time(value: object, place: str, until: float = 0.0) -> float:
-    """Returns a time in seconds; one in milliseconds is refused, unless a log until a time has such times too."""
-    if type(value) not in (int, float) or not abs(value) < max(LATEST, 10 * until):
+def read_time(value: object, place: str) -> float:
+    """Returns a time in seconds; one in milliseconds is refused."""
+    if type(value) not in (int, float) or not abs(value) < LATEST:
         raise BadRequestError(f"{place} must be a number of seconds since 1970, got {shown(value)}")
     return float(value)
 
 
-def read_id(value: object, text: str | None, place: str) -> str:
-    """Returns the text of a user's id; none, and one that is too long to be a key of the state, is refused."""
+def read_id(value: object, text: str | None, place: str, of: str = "a user") -> str:
+    """Returns the text of an id; none, and one that is too long to be a key of the state, is refused."""
     if text is None:
-        raise BadRequestError(f"{place} must be the id of a user, got {shown(value)}")
+        raise BadRequestError(f"{place} must be the id of {of}, got {shown(value)}")
     if len(text) > LONGEST_ID // 4 and len(text.encode()) > LONGEST_ID:
         raise BadRequestError(f"{place} must be at most {LONGEST_ID} bytes, got {len(text.encode())}")
     return text

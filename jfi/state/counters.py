@@ -1,18 +1,18 @@
-"""The statistics of the past in a state of users: what events add to them, and what requests ask."""
+"""The statistics of the past in a state of users: what events add to them, and what requests read."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from jfi.events.events import event_values
+from jfi.events.groups import StatisticsSettings
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
-from jfi.serving.counters import LogCounters
-from jfi.serving.schema import PastFields, Schema
+from jfi.serving.schema import Schema
 from jfi.state.events import SentEvents
 from jfi.state.layout import TIME, EventLayout, hashes
-from jfi.state.stored_history import StoredHistory
+from jfi.state.lookups import Lookup
 from jfi.state.stores import StateError
 
 #: Numbers of items are sorted above texts.
@@ -23,7 +23,7 @@ class StateCounters:
     """The statistics of a log that grows, by the ids of users, items and values.
 
     Args:
-        past: the statistics.
+        settings: of the statistics.
         schema: of requests, whose events have the columns that are counted by.
         layout: of the records of events.
 
@@ -31,20 +31,18 @@ class StateCounters:
         StateError: events lack such a column.
     """
 
-    def __init__(self, past: PastFields, schema: Schema, layout: EventLayout) -> None:
-        self.past, self._layout, self._vocabularies = past, layout, schema.vocabularies
-        keys = {one.name: one.keys for one in schema.event if one.kind in ("category", "slots", "quantile")}
-        read = {**past.columns, **past.numbers, **past.values}
+    def __init__(self, settings: StatisticsSettings, schema: Schema, layout: EventLayout) -> None:
+        self.settings, self._layout, self._vocabularies = settings, layout, schema.vocabularies
+        keys = {one.name: one.keys for one in schema.event_fields if one.kind in ("category", "slots", "quantile")}
+        read = {**settings.columns, **settings.numbers, **settings.values}
         if lacking := next((name for name in read if name not in keys), None):
             raise StateError(f"events have no field '{lacking}', which statistics of the past count by")
         #: By column of the item, number and categorical column of events the model's keys of its ids.
         self._columns, self._numbers, self._values = (
-            {name: keys[name] for name in names} for names in (past.columns, past.numbers, past.values)
+            {name: keys[name] for name in names} for names in (settings.columns, settings.numbers, settings.values)
         )
-        slots = {name: column.slots for name, column in past.columns.items()}
-        known = past.window, past.half_lives, past.is_implicit, past.num_known
         #: The counters, by digests.
-        self.live = LiveCounters(past.groups, past.categories, slots, *known, past.numbers, past.values)
+        self.live = LiveCounters(settings)
         self._digests: dict[tuple[str, int], int] = {}
 
     def changes(
@@ -72,7 +70,7 @@ class StateCounters:
             name: self.digests(name, np.stack([ids[key] for key in keys], axis=1))
             for name, keys in self._columns.items()
         }
-        sessions = None if self.past.session is None else sessions
+        sessions = None if self.settings.session is None else sessions
         of_events = event_values(
             {name: ids[key] for name, (key,) in self._numbers.items()},
             {name: [ids[key] for key in keys] for name, keys in self._values.items()},
@@ -81,27 +79,20 @@ class StateCounters:
         own = values, labels, in_history, self.orders(items), sessions, sums
         return self.live.add(get, LiveRows(hashes(users), hashes(items), times, *own))
 
-    def answers(self, get: Get, asked: Sequence[StoredHistory]) -> list[StatisticColumns]:
+    def read(self, get: Get, requests: Sequence[Lookup]) -> list[StatisticColumns]:
         """Returns by column the statistics `[R]` of the candidates of requests."""
-        lengths = [len(one.items) for one in asked]
-        users, times = hashes([one.user for one in asked]), np.array([one.now for one in asked])
+        lengths = [len(one.items) for one in requests]
+        users, times = hashes([one.user for one in requests]), np.array([one.now for one in requests])
         values = {
-            name: self.digests(name, np.concatenate([one.column_ids[column.key] for one in asked]))
-            for name, column in self.past.columns.items()
+            name: self.digests(name, np.concatenate([one.column_ids[column.key] for one in requests]))
+            for name, column in self.settings.columns.items()
         }
-        items = hashes([item for one in asked for item in one.items])
+        items = hashes([item for one in requests for item in one.items])
         rows = LiveRows(np.repeat(users, lengths), items, np.repeat(times, lengths), values)
         found, ends = self.live.compute(get, rows), np.cumsum(lengths)
         return [
             {name: one[end - own : end] for name, one in found.items()} for own, end in zip(lengths, ends, strict=True)
         ]
-
-    def records_of(self, counters: LogCounters) -> Iterator[tuple[bytes, bytes]]:
-        """Yields the keys and the records of a log."""
-        digests = {"user": hashes(counters.ids.users), "item": hashes(counters.ids.items)}
-        for name, column in counters.fields.columns.items():
-            digests[f"column {name}"] = self.digests(name, np.arange(column.size))
-        yield from self.live.records_of(counters.arrays, counters.fields.sets, digests)
 
     def digests(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Returns digests of values, by their texts or of a bucket by its number; 0 for none and for unknown ones.

@@ -8,14 +8,13 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.serving.schema import KINDS, Field, id_schema, schemas_of, time_schema
+from jfi.serving.schema import KINDS, Field, id_schema, time_schema
 from jfi.serving.validation import (
     BadRequestError,
     Place,
     Rows,
     Values,
     check_count,
-    check_lengths,
     flat_values,
     numbers,
     read_id,
@@ -28,7 +27,7 @@ from jfi.state.layout import EVENT_ID, IN_HISTORY, LABEL, TIME, USER, Column, Ev
 
 _USER, _EVENT_ID = Field(USER, "category"), Field(EVENT_ID, "category")
 #: By kind of a column that of its field in a request.
-_FIELDS: dict[str, Literal["category", "slots", "quantile", "sid"]] = {
+FIELDS: dict[str, Literal["category", "slots", "quantile", "sid"]] = {
     "text": "category",
     "texts": "slots",
     "number": "quantile",
@@ -83,11 +82,9 @@ class EventReader:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.layout, self.max_events = layout, max_events
-        self._max_future, self._clock, self._past = max_future, clock, layout.info.past
-        #: By column what its values are read as.
-        self._fields = {name: Field(name, _FIELDS[one.kind], layout=one.layout) for name, one in layout.columns.items()}
+        self._max_future, self._clock, self._past = max_future, clock, layout.info.statistics
         #: By name of a field of an event its kind.
-        self.fields = {name: one.kind for name, one in self._fields.items()}
+        self.fields = {name: FIELDS[one.kind] for name, one in layout.columns.items()}
         #: Names of fields that all events of a body have or none.
         self.optional = [EVENT_ID]
         if self._past is not None:
@@ -98,7 +95,7 @@ class EventReader:
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a body of events."""
-        values = schemas_of(self.fields, self.layout.columns)
+        values = {name: KINDS[kind] for name, kind in self.fields.items()}
         own = {
             USER: id_schema("the id of the user"),
             TIME: time_schema("seconds since 1970"),
@@ -140,44 +137,26 @@ class EventReader:
         """
         check_count("events", given, self.max_events)
         names = [USER, TIME, *self.fields]
-        given_too = [name for name in self.optional if _any_has(given, name)]
-        rows = Rows("events", given, [*names, *given_too])
+        rows = Rows("events", given, {*names, *self.optional})
+        rows.require(names)
         if not (count := len(rows)):
             raise BadRequestError("events must not be empty")
-        columns, place = rows.columns(), rows.place
-        users = users_of(columns[USER], place)
+        columns, place = rows.columns, rows.place
+        users = names_of(columns[USER], place)
         records = np.zeros(count, self.layout.dtype)
         records[TIME] = self._times(columns[TIME], place)
-        if EVENT_ID in given_too:
+        if EVENT_ID in columns:
             records[EVENT_ID] = hashes(texts(_EVENT_ID, columns[EVENT_ID], place))
         found: dict[str, list[str | None]] = {}
         for name, column in self.layout.columns.items():
-            values = self._values(column, columns[name], place)
-            if isinstance(values, list):
+            values = values_of(column, columns[name], place)
+            if isinstance(values, tuple):
+                found[name] = _first_texts(*values, column.size)
+            elif isinstance(values, list):
                 found[name] = values
             else:
                 records[name] = values
         return SentEvents(users, records, found, place, *self._counted(columns, place, count))
-
-    def _values(self, column: Column, values: Values, place: Place) -> list[str | None] | np.ndarray:
-        """The texts of a column that has a dictionary, or the values of another one."""
-        one = self._fields[column.name]
-        if column.kind == "number":
-            return numbers(one, values, place)
-        if column.kind == "sid":
-            return sids(one, values, place)
-        if column.kind != "texts":
-            found = list(texts(one, values, place))
-            check_lengths(found, lambda row: place(row, one.name))
-            return hashes(found) if column.kind == "session" else found
-        flat, lengths, place = flat_values(one, values, place)
-        own = list(texts(one, flat, place))
-        check_lengths(own, lambda row: place(row, one.name))
-        found, rest = [], iter(own)
-        for length in lengths.tolist():
-            row = list(islice(rest, length))[: column.size]
-            found += row + [None] * (column.size - len(row))
-        return found
 
     def _counted(self, columns: dict[str, Values], place: Place, count: int) -> list:
         """The items, labels, whether they are events of histories, and sessions, of events that are counted."""
@@ -215,17 +194,38 @@ class EventReader:
         return np.array(values, np.float64)
 
 
-def users_of(values: Sequence[object], place: Place) -> list[str]:
-    """The texts of users' ids.
+def values_of(column: Column, given: Values, place: Place) -> Values | tuple[list[str], np.ndarray]:
+    """The values of a column of the state: texts, numbers, or the texts of all lists and their lengths.
+
+    Raises:
+        BadRequestError: a fault, with its place.
+    """
+    one = Field(column.name, FIELDS[column.kind], layout=column.layout)
+    if column.kind == "number":
+        return numbers(one, given, place)
+    if column.kind == "sid":
+        return sids(one, given, place)
+    if column.kind == "texts":
+        flat, lengths, place = flat_values(one, given, place)
+        return list(texts(one, flat, place)), lengths
+    found = list(texts(one, given, place))
+    return hashes(found) if column.kind == "session" else found
+
+
+def _first_texts(values: list[str], lengths: np.ndarray, size: int) -> list[str | None]:
+    """The first texts of each list, `[N * size]`, None where there are fewer."""
+    found, rest = [], iter(values)
+    for length in lengths.tolist():
+        row = list(islice(rest, length))[:size]
+        found += row + [None] * (size - len(row))
+    return found
+
+
+def names_of(values: Sequence[object], place: Place, of: str = "a user") -> list[str]:
+    """The texts of users' ids, or of items'.
 
     Raises:
         BadRequestError: one is missing, of another type, or too long.
     """
     found = texts(_USER, values, place)
-    return [read_id(values[row], user, place(row, USER)) for row, user in enumerate(found)]
-
-
-def _any_has(rows: object, name: str) -> bool:
-    if isinstance(rows, dict):
-        return name in rows
-    return isinstance(rows, list) and any(isinstance(row, dict) and name in row for row in rows)
+    return [read_id(values[row], text, place(row, USER), of) for row, text in enumerate(found)]

@@ -1,4 +1,4 @@
-"""Records of events: the columns of a log, whatever model reads them.
+"""Records of a state: the columns of a log and of its tables, whatever model reads them.
 
 A user's value in the store is an array of records of one size, oldest first:
 
@@ -8,19 +8,22 @@ A user's value in the store is an array of records of one size, oldest first:
               texts `[size]` of these; float64 of a number, NaN where it is missing; int64 of a semantic ID; of the
               session of a policy uint64, a hash
 
+The value of an item or a user in the store has the columns of their table, see `jfi.state.columns`.
+
 An artifact brings what turns these into the ids of its model, see `jfi.state.model_ids`. So another artifact of the
 same columns reads the same state, with other vocabularies, intervals of quantiles, hash buckets or crosses.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from jfi.serving.schema import PastFields, Schema
+from jfi.events.groups import StatisticsSettings
+from jfi.serving.schema import Field, Schema
 from jfi.state.stores import StateError, finding_damage
 
 TIME, EVENT_ID, USER = "time", "event_id", "user"
@@ -32,10 +35,11 @@ LABEL, IN_HISTORY = "label", "in_history"
 MARGIN = 64
 #: The format of stores that this version reads.
 FORMAT = 2
-_DTYPES = {"text": "<i4", "texts": "<i4", "number": "<f8", "sid": "<i8", "session": "<u8"}
+DTYPES = {"text": "<i4", "texts": "<i4", "number": "<f8", "sid": "<i8", "session": "<u8"}
 Kind = Literal["text", "texts", "number", "sid", "session"]
 #: By kind of a field that a model reads, and by what a policy reads it for, the kind of its column.
 KINDS: dict[str, Kind] = {"category": "text", "slots": "texts", "quantile": "number", "sid": "sid"}
+KINDS |= {"categories": "texts", "number": "number"}
 POLICY_KINDS: dict[str, Kind] = {"dwell": "number", "surface": "text", "session": "session"}
 
 
@@ -45,7 +49,7 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         name: of the log's column, and of the field of an event that is sent.
         kind: of its values; "session" is the hash of a text of which only the equality counts.
-        size: of a list of texts the values that are kept, the first ones.
+        size: of a list of texts the values that are kept, the first ones; 0 for all of an item's or a user's.
         layout: of a semantic ID, the arguments of `jfi.semantic_ids.packing.Layout`.
     """
 
@@ -65,8 +69,9 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         item: the name of the column of the item's id, by which events of one time are sorted; None without one.
         is_numbered: whether items that are integers are sorted by their numbers.
         codec: fingerprint of the codec of semantic IDs, or None.
-        past: the statistics of the past that the state has, or None.
+        statistics: of the past, which the state has, or None.
         id: of the store, whose numbers are no other's.
+        items, users: the columns of items and of users, beside their ids.
     """
 
     format: int
@@ -75,8 +80,10 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     item: str | None = None
     is_numbered: bool = False
     codec: str | None = None
-    past: PastFields | None = None
+    statistics: StatisticsSettings | None = None
     id: str = ""
+    items: list[Column] = []
+    users: list[Column] = []
 
 
 class EventLayout:
@@ -97,7 +104,7 @@ class EventLayout:
         self.info, self.columns, self.item = info, {one.name: one for one in info.columns}, info.item
         self.max_history, self.keep = info.max_history, info.max_history + MARGIN
         own = [
-            (one.name, _DTYPES[one.kind], (one.size,)) if one.kind == "texts" else (one.name, _DTYPES[one.kind])
+            (one.name, DTYPES[one.kind], (one.size,)) if one.kind == "texts" else (one.name, DTYPES[one.kind])
             for one in info.columns
         ]
         self.dtype = np.dtype([(TIME, "<f8"), (EVENT_ID, "<u8"), *own])
@@ -151,33 +158,39 @@ def layout_of(schema: Schema, max_history: int) -> EventLayout:
         max_history: the newest events of a history that it reads.
 
     Raises:
-        StateError: the model reads no events, or an event has a field with the name of one of `OWN_FIELDS`.
+        StateError: an event has a field with the name of one of `OWN_FIELDS`.
     """
-    if not schema.event:
-        raise StateError("the model reads no events, so there is no state of users")
-    for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.past is not None else ())):
-        if any(one.name == name for one in schema.event):
+    fields = schema.event_fields
+    for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.statistics is not None else ())):
+        if any(one.name == name for one in fields):
             raise StateError(f"an event has a field '{name}', which is one of the server's own; rename the column")
-    columns = [
-        Column(one.name, KINDS[one.kind], len(one.keys) if one.kind == "slots" else 1, one.layout)
-        for one in schema.event
-        if one.kind in KINDS
-    ]
+    columns, users = _columns(fields), _columns(one for one in schema.user if one.name != schema.user_id)
+    items = _columns(one for one in schema.candidate if one.name in schema.item_columns)
     if schema.policy is not None:
         known = {one.name for one in columns}
-        fields = schema.policy.fields().items()
-        columns += [Column(one.name, POLICY_KINDS[of]) for of, one in fields if one.name not in known]
+        read = schema.policy.fields().items()
+        columns += [Column(one.name, POLICY_KINDS[of]) for of, one in read if one.name not in known]
     item = schema.item_id if any(one.name == schema.item_id and one.kind == "text" for one in columns) else None
     is_numbered = item is None or all(map(is_integer, schema.vocabularies.get(item, [])))
-    past = None if schema.past is None else comparable(schema.past, schema)
-    return EventLayout(StateInfo(FORMAT, max_history, columns, item, is_numbered, schema.codec, past))
+    settings = None if schema.statistics is None else comparable(schema.statistics, schema)
+    own = {"codec": schema.codec, "statistics": settings, "items": items, "users": users}
+    return EventLayout(StateInfo(FORMAT, max_history, columns, item, is_numbered, **own))
 
 
-def comparable(past: PastFields, schema: Schema) -> PastFields:
-    """Returns the statistics without what differs between logs and between vocabularies."""
-    hashed = {one.name for one in schema.event if one.num_buckets}
-    columns = {name: replace(one, key="", size=one.size if name in hashed else 0) for name, one in past.columns.items()}
-    return replace(past, until=0.0, sets={}, num_known=1, columns=columns)
+def _columns(fields: Iterable[Field]) -> list[Column]:
+    return [
+        Column(one.name, KINDS[one.kind], {"slots": len(one.keys), "categories": 0}.get(one.kind, 1), one.layout)
+        for one in fields
+        if one.kind in KINDS
+    ]
+
+
+def comparable(settings: StatisticsSettings, schema: Schema) -> StatisticsSettings:
+    """Returns the statistics without what differs between vocabularies."""
+    hashed = {one.name for one in schema.event_fields if one.num_buckets}
+    columns = settings.columns.items()
+    sized = {name: replace(one, key="", size=one.size if name in hashed else 0) for name, one in columns}
+    return replace(settings, num_known=1, columns=sized)
 
 
 def user_key(user: str) -> bytes:

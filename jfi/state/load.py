@@ -1,25 +1,26 @@
-"""Fills a store with the newest events of the users of a log, by the way of tables to train on."""
+"""Fills a store with a log's events and with the columns of items and users, by the way of tables to train on."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.io.blocks import find_interactions, read_table
+from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.read import SourceTables
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.columns import nth_values
-from jfi.data.schema.semantic_ids import SemanticIDs
-from jfi.serving.dataset_schema import read_counters
 from jfi.serving.schema import LONGEST_ID, Schema
+from jfi.state.columns import Entity
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.layout import TIME, Column, EventLayout, hashes, layout_of
+from jfi.state.layout import TIME, Column, EventLayout, StateInfo, hashes, layout_of
 from jfi.state.state import put_records, write_layout
 from jfi.state.stores import Store
+from jfi.state.tables import read_semantic_ids, write_columns_of_log, write_tables
 from jfi.utils.files import temporary_folder
 from jfi.utils.jagged import ranges
 
@@ -30,7 +31,7 @@ _AT_ONCE = 1 << 18
 def fill(
     store: Store, requests: Schema, config: DataConfig, schema: DataSchema, interactions: str | None
 ) -> tuple[int, int]:
-    """Makes an empty store the state of users of a log, in bounded memory.
+    """Makes an empty store the state of a run's log and tables, in bounded memory but for the tables.
 
     Args:
         store: to fill.
@@ -52,18 +53,47 @@ def fill(
             config = replace(config, interactions=interactions, split="time", validation=None, test=None)
         elif config.interactions is None:
             raise DataError("the run has no file of interactions")
-        users, events = _load(store, layout, _log_settings(config, requests), schema)
-        if requests.past is not None:
-            store.put(StateCounters(requests.past, requests, layout).records_of(read_counters(config, schema)))
+        of_log = [of for of, table in (("item", config.items), ("user", config.users)) if table is None]
+        settings = _log_settings(config, requests, layout.info, of_log)
+        users, events = _load(store, layout, settings, schema, of_log)
+        if requests.statistics is not None:
+            store.put(counter_records(StateCounters(requests.statistics, requests, layout), config, schema))
+    write_tables(store, layout.info, config, schema)
     write_layout(store, layout)
     return users, events
 
 
-def _log_settings(config: DataConfig, requests: Schema) -> DataConfig:
-    """The section `data` of a run, with what a log of events needs: neither labels, splits nor features of others."""
+def counter_records(counters: StateCounters, config: DataConfig, schema: DataSchema) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the keys and the records of the statistics of a log.
+
+    Args:
+        counters: of a state.
+        config: the section `data` of a run with `data.statistics`, whose interactions are the log.
+        schema: of the run.
+
+    Raises:
+        DataError: the log is missing or malformed.
+    """
+    settings = counters.settings
+    with read_log(config, schema) as (made, log):
+        session = None if settings.session is None else Column(settings.session, "session")
+        sessions = None if session is None else _Values(session, log, Dictionaries()).at
+        of = {"user": settings.user, "item": settings.item}
+        digests = {part: hashes(log.categories(name, part).values.to_pylist()) for part, name in of.items()}
+        for name, column in settings.columns.items():
+            digests[f"column {name}"] = counters.digests(name, np.arange(column.size))
+        yield from counters.live.records_of(made.index, digests, sessions)
+
+
+def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log: Collection[Entity]) -> DataConfig:
+    """The section `data` of a run, with what a log needs: neither labels and splits nor columns of tables."""
     config = config.resolved()
-    own, has_policy = {one.name for one in requests.event if one.kind != "cross"}, requests.policy is not None
-    features = [one for one in config.features if one.of in ("item", "event") and one.name in own]
+    own = {one.name for one in requests.event_fields if one.kind != "cross"}
+    has_policy = requests.policy is not None
+    read = {"event": own, "item": own, "user": set()}
+    for of, columns in (("item", info.items), ("user", info.users)):
+        read[of] = read[of] | ({one.name for one in columns} if of in of_log else set())
+    features = [one for one in config.features if one.name in read.get(one.of, ())]
     return replace(
         config,
         features=features,
@@ -81,17 +111,16 @@ def _log_settings(config: DataConfig, requests: Schema) -> DataConfig:
     )
 
 
-def _load(store: Store, layout: EventLayout, config: DataConfig, schema: DataSchema) -> tuple[int, int]:
-    """Writes the newest events of each user of a log."""
+def _load(
+    store: Store, layout: EventLayout, config: DataConfig, schema: DataSchema, of_log: Collection[Entity]
+) -> tuple[int, int]:
+    """Writes the newest events of each user of a log, and the columns of items and users that have no table."""
     has_columns = any(one.of == "item" and one.name != config.item for one in config.features)
     items = None
     if config.items is not None and has_columns:
         items = read_table(config.items, config.columns(), config, "data.items")
     config = config if items is not None else replace(config, items=None)
-    sids = None
-    if schema.codec is not None and config.semantic_ids is not None:
-        sids = SemanticIDs.read(config.semantic_ids, config.item)
-        sids.check_codec(schema.codec, "the run")
+    sids = read_semantic_ids(config, schema)
     given = SourceTables(config, find_interactions(config), None, items, sids, are_complete=False)
     counts = [0, 0]
     with temporary_folder("jfi-state-") as folder:
@@ -108,7 +137,7 @@ def _load(store: Store, layout: EventLayout, config: DataConfig, schema: DataSch
                 for column in values:
                     found[column.name] = column.at(rows)
                 first = np.flatnonzero(np.diff(columns.events.user[rows], prepend=-1))
-                for begin, end in zip(first, np.append(first[1:], len(rows)), strict=True):
+                for begin, end in zip(first, np.append(first, len(rows))[1:], strict=True):
                     name = users[columns.events.user[rows[begin]]]
                     if len(name.encode()) > LONGEST_ID:
                         raise DataError(f"user {name[:40]}... has an id of more than {LONGEST_ID} bytes")
@@ -118,6 +147,7 @@ def _load(store: Store, layout: EventLayout, config: DataConfig, schema: DataSch
 
         put_records(store, records())
         store.put(names.changes().items())
+        write_columns_of_log(store, layout.info, columns, sids, of_log)
     return counts[0], counts[1]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jfi.serving.schema import Field, Schema
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.state.layout import KINDS, POLICY_KINDS, EventLayout
+from jfi.state.layout import KINDS, POLICY_KINDS, Column, EventLayout
 from jfi.state.stores import StateError
 from jfi.utils.encoding import HashBuckets, HashedIds, cross, quantile_ids
 
@@ -33,21 +33,22 @@ class ModelIds:
     """
 
     def __init__(self, layout: EventLayout, schema: Schema, known: Mapping[str, Encoding], texts: Texts) -> None:
-        for one in schema.event:
+        for one in schema.event_fields:
             for name in one.columns if one.kind == "cross" else [one.name] if one.kind in KINDS else []:
-                _check(layout, one, name)
+                check_column("events", name, layout.columns.get(name), one)
         for role, one in ({} if schema.policy is None else schema.policy.fields()).items():
             column = layout.columns.get(one.name)
             kinds = {POLICY_KINDS[role], "text" if role == "session" else None}  # the model may read sessions too
             if column is None or column.kind not in kinds:
                 what = f"no field '{one.name}' that is the {role} of the model's policy"
                 raise StateError(f"the events of the state have {what}; load them by `jfi state load`")
-        if any(one.kind == "sid" for one in schema.event) and schema.codec != layout.info.codec:
+        has_sids = any(one.kind == "sid" for one in schema.event + schema.candidate)
+        if has_sids and layout.info.codec not in (schema.codec, None):
             what = f"semantic IDs of the codec {layout.info.codec}, and the model reads those of {schema.codec}"
-            raise StateError(f"the events of the state have {what}; load them by `jfi state load`")
-        self._fields = [one for one in schema.event if one.kind != "age"]
+            raise StateError(f"the state has {what}; load it by `jfi state load`")
+        self._fields = [one for one in schema.event_fields if one.kind != "age"]
         self._ids = {
-            one.name: _Ids(one.name, known[one.name], one, texts)
+            one.name: Ids(one.name, known[one.name], one, texts)
             for one in self._fields
             if one.kind in ("category", "slots")
         }
@@ -56,8 +57,15 @@ class ModelIds:
             one.name: _CrossIds(one, known[one.name], texts) for one in self._fields if one.kind == "cross"
         }
 
-    def __call__(self, records: np.ndarray) -> dict[str, np.ndarray]:
+    def __call__(
+        self, records: np.ndarray, texts: Mapping[str, Sequence[str | None]] | None = None
+    ) -> dict[str, np.ndarray]:
         """Returns by key of the model's inputs the ids `[S]` int64 of records `[S]`.
+
+        Args:
+            records: of events.
+            texts: of new events, whose texts may have no numbers yet, by column of texts `[S]`, of lists of texts
+                `[S * size]`; they are read in place of numbers, and crosses are left out.
 
         Raises:
             StateError: a record has a number that its dictionary has not.
@@ -65,54 +73,43 @@ class ModelIds:
         found = {}
         for one in self._fields:
             if one.kind == "cross":
-                found[one.keys[0]] = self._crosses[one.name]([records[name] for name in one.columns])
+                if texts is None:
+                    found[one.keys[0]] = self._crosses[one.name]([records[name] for name in one.columns])
             elif one.kind == "quantile":
                 found[one.keys[0]] = quantile_ids(records[one.name], self._edges[one.name], one.default)
             elif one.kind == "sid":
                 found[one.keys[0]] = records[one.name].astype(np.int64)
-            elif one.kind == "category":
-                found[one.keys[0]] = self._ids[one.name](records[one.name])
             else:
-                ids = self._ids[one.name](records[one.name][:, : len(one.keys)])
-                found |= {key: ids[:, slot] for slot, key in enumerate(one.keys)}
-        return found
-
-    def of_texts(self, records: np.ndarray, texts: Mapping[str, Sequence[str | None]]) -> dict[str, np.ndarray]:
-        """Returns by key ids `[N]` of events that may have no numbers yet, but for crosses and semantic IDs.
-
-        Args:
-            records: `[N]`, with the numbers of columns that are numbers.
-            texts: by column of texts `[N]`, of lists of texts `[N * size]`.
-        """
-        found = {}
-        for one in self._fields:
-            if one.kind == "quantile":
-                found[one.keys[0]] = quantile_ids(records[one.name], self._edges[one.name], one.default)
-            elif one.kind == "category":
-                found[one.keys[0]] = self._ids[one.name].of_texts(texts[one.name])
-            elif one.kind == "slots":
-                ids = self._ids[one.name].of_texts(texts[one.name]).reshape(len(records), -1)
-                found |= {key: ids[:, slot] for slot, key in enumerate(one.keys)}
+                numbers, coded = records[one.name], self._ids[one.name]
+                ids = coded(numbers) if texts is None else coded.of_texts(texts[one.name]).reshape(numbers.shape)
+                # A state may keep more values of a list than the model reads.
+                found |= zip(one.keys, [ids] if one.kind == "category" else ids.T, strict=False)
         return found
 
 
-def _check(layout: EventLayout, one: Field, name: str) -> None:
-    """Checks that records have a column of a field that a model reads."""
-    column, kind = layout.columns.get(name), "text" if one.kind == "cross" else KINDS[one.kind]
-    load = "load them by `jfi state load`"
+def check_column(of: str, name: str, column: Column | None, one: Field) -> None:
+    """Checks that records have a column of a field that a model reads.
+
+    Args:
+        of: what the records are of, "events", "items" or "users".
+        name: of the column.
+        column: of that name, or None.
+        one: the field.
+    """
+    kind, load = "text" if one.kind == "cross" else KINDS[one.kind], "load them by `jfi state load`"
     if column is None:
-        raise StateError(f"the events of the state have no field '{name}', which the model reads; {load}")
+        raise StateError(f"the {of} of the state have no field '{name}', which the model reads; {load}")
     if column.kind != kind:
         had = _SHOWN.get(column.kind, "hashes of sessions")
         raise StateError(
-            f"the field '{name}' of the state's events has {had}, and the model reads {_SHOWN[kind]}; {load}"
+            f"the field '{name}' of the state's {of} has {had}, and the model reads {_SHOWN[kind]}; {load}"
         )
-    if kind == "texts" and column.size < len(one.keys):
+    if kind == "texts" and column.size and column.size < len(one.keys):
         what = f"the first {column.size} values of a list, and the model reads {len(one.keys)}"
-        raise StateError(f"the field '{name}' of the state's events has {what}; {load}")
+        raise StateError(f"the field '{name}' of the state's {of} has {what}; {load}")
 
 
-class _Ids:
+class Ids:
     """The ids of a column's numbers, which are read as they come up.
 
     Args:

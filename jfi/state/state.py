@@ -1,19 +1,23 @@
 """The newest events of users, read for requests and written as events arrive."""
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain, islice
 
 import msgspec
 import numpy as np
 
-from jfi.serving.requests import Request, RequestReader
-from jfi.serving.schema import PastFields
+from jfi.events.groups import StatisticsSettings
+from jfi.serving.requests import Encoded, Request, RequestReader
 from jfi.serving.validation import BadRequestError
+from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_columns
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import SentEvents
 from jfi.state.layout import EVENT_ID, FORMAT, TIME, EventLayout, StateInfo, comparable, user_key
+from jfi.state.lookups import Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
@@ -93,16 +97,22 @@ class UserState:
         if reader.limits.max_history > info.max_history:
             what = f"keeps {info.max_history} events of a user, and the model reads {reader.limits.max_history}"
             raise StateError(f"the state {what}; load it by `jfi state load` of a run with that `data.max_history`")
-        if info.past is not None and schema.past is not None and comparable(schema.past, schema) != info.past:
-            why = _difference(info.past, comparable(schema.past, schema))
-            raise StateError(f"the state of users has other statistics of the past, {why}")
+        if schema.statistics is not None:
+            _check_statistics(info.statistics, comparable(schema.statistics, schema))
         #: Numbers and texts that were read.
         self._cache = Cache()
         self._ids = ModelIds(self.layout, schema, reader.known, self.texts)
+        #: By entity the records of its columns, and what a model reads of them.
+        self.tables = layouts_of(info)
+        items = [one for one in schema.candidate if one.name in schema.item_columns]
+        self._columns = {
+            of: ModelColumns(self.tables[of], fields, reader.known, self.texts)
+            for of, fields in (("item", items), ("user", schema.user))
+        }
         #: The statistics of the past that events are counted in, or None.
         self.counters = None
-        if info.past is not None:
-            self.counters = StateCounters(schema.past or info.past, schema, self.layout)
+        if info.statistics is not None:
+            self.counters = StateCounters(schema.statistics or info.statistics, schema, self.layout)
 
     def texts(self, values: str, numbers: Iterable[int]) -> list[str | None]:
         """Returns the texts of numbers of a column, None for 0.
@@ -153,14 +163,14 @@ class UserState:
                 except BadRequestError as fault:
                     results.append(fault)
                     continue
-                records, rows = self._numbered(events, names), np.concatenate(list(rows_of.values()))
-                now |= self._merged(events, records, rows_of, now, names)
+                rows = np.concatenate(list(rows_of.values()))
+                now |= self._merged(events, rows_of, now, names)
                 if self.counters is not None:
                     counted.keep_ids(events, rows)
                     added.append((events, rows))
                 results.append(Added(len(rows), len(events) - len(rows)))
             if added:
-                counted.changes |= self.counters.changes(get, added, self._ids.of_texts)
+                counted.changes |= self.counters.changes(get, added, self._ids)
             new.update(names.new)
             changed = {user_key(user): now[user].tobytes() for user in users if now[user] is not before[user]}
             return changed | names.changes() | counted.changes
@@ -169,12 +179,25 @@ class UserState:
         self._cache.keep(new)
         return results
 
-    def delete(self, user: str) -> bool:
-        """Removes a user's events and their ids; returns whether there were any. Statistics of the past stay."""
+    def put(self, of: Entity, name: str, columns: Mapping[str, Values]) -> None:
+        """Writes the columns of an item or a user, in place of those that were there; one that is not given is missing.
+
+        Raises:
+            StoreUnavailableError: the store does not answer, and it is unknown whether they were written.
+            StateError: the state is damaged, and nothing was written.
+        """
+        check = lambda get: self._check_info(*get([_INFO]))  # noqa: E731
+        write_columns(self.store, self.tables[of], [name], columns, self._cache, check)
+
+    def delete(self, of: Entity, name: str) -> bool:
+        """Removes the columns of an item or a user, and a user's events and their ids; returns whether there were any.
+
+        Statistics of the past stay.
+        """
         found: list[bool] = []
 
         def change(get: Get) -> Changes:
-            keys = user_key(user), _ids_key(user)
+            keys = [self.tables[of].key(name), *([user_key(name), _ids_key(name)] if of == "user" else [])]
             info, *values = get([_INFO, *keys])
             self._check_info(info)
             found[:] = [value is not None for value in values]
@@ -187,30 +210,61 @@ class UserState:
         if info != self._info:
             raise StateError("the state of users was removed or replaced; restart the server on a whole one")
 
-    def fill(self, requests: Sequence[Request]) -> list[Request]:
-        """Returns requests with the events of their users in place of none, all read at once.
+    def fill(self, requests: Sequence[Request], is_available: bool = True) -> list[Request]:
+        """Returns requests with what they lack, all read at once.
+
+        Args:
+            requests: to fill.
+            is_available: if false, nothing is read: the user and the items are new ones.
 
         Raises:
             StoreUnavailableError: the store does not answer.
         """
-        users = [one.stored.user for one in requests if one.stored is not None]
-        histories = iter(self.histories(users) if users else [])
-        found = [one if one.stored is None else self._filled(one, next(histories)) for one in requests]
-        asked = [one.stored for one in requests if one.stored is not None and one.stored.items is not None]
-        if not asked:
-            return found
-        answers = iter(self.counters.answers(self.store.get, asked))
-        return [
-            one if one.stored is None or one.stored.items is None else self.reader.with_statistics(one, next(answers))
-            for one in found
+        keys = [[] if one.stored is None else self._keys(one.stored) for one in requests]
+        values: Sequence[bytes | None] = [None] * sum(map(len, keys))
+        if any(one.stored is not None for one in requests) and is_available:
+            info, *values = self.store.get([_INFO, *chain.from_iterable(keys)])
+            self._check_info(info)
+        rest = iter(values)
+        found = [
+            one if one.stored is None else self._filled(one, [*islice(rest, len(own))])
+            for one, own in zip(requests, keys, strict=True)
         ]
+        asked = [one.stored for one in found if one.stored is not None]
+        for stored in asked:
+            stored.is_available = is_available
+        if self.reader.schema.statistics is None or not asked or not is_available:
+            return found
+        statistics = iter(self.counters.read(self.store.get, asked))
+        return [one if one.stored is None else self.reader.with_statistics(one, next(statistics)) for one in found]
 
-    def _filled(self, request: Request, events: np.ndarray) -> Request:
+    def _keys(self, stored: Lookup) -> list[bytes]:
+        """The keys that a request reads."""
+        keys = [user_key(stored.user)] if stored.reads_events else []
+        keys += [self.tables["user"].key(stored.user)] if stored.user_columns else []
+        return keys + ([*map(self.tables["item"].key, stored.items)] if stored.item_columns else [])
+
+    def _filled(self, request: Request, values: list[bytes | None]) -> Request:
+        """Returns a request with what the values of its keys say."""
+        stored, user, candidate = request.stored, Encoded(), Encoded()
+        if stored.reads_events:
+            request = self._with_events(request, self.layout.records(values.pop(0), stored.user))
+        if stored.user_columns:
+            user = self._columns["user"](self.tables["user"].decode([values.pop(0)]), stored.user_columns)
+        if stored.item_columns:
+            candidate = self._columns["item"](self.tables["item"].decode(values), stored.item_columns)
+            stored.unknown_items = values.count(None)
+        if stored.user_columns or stored.item_columns:
+            request = self.reader.complete(request, user, candidate)
+        if stored.reads_statistics:
+            stored.column_ids = self.reader.column_ids(request)
+        return request
+
+    def _with_events(self, request: Request, events: np.ndarray) -> Request:
         stored, reader = request.stored, self.reader
         end = int(events[TIME].searchsorted(stored.now))
         events = events[max(0, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None
-        stored.is_available = True
         ages, weights = stored.now - events[TIME], None
         if reader.schema.policy is not None and len(events):
             rows, weights = reader.choose(ages, self._engagement(events))
@@ -261,32 +315,18 @@ class UserState:
         return rows
 
     def _merged(
-        self,
-        events: SentEvents,
-        records: np.ndarray,
-        rows_of: dict[str, np.ndarray],
-        now: dict[str, np.ndarray],
-        names: Dictionaries,
+        self, events: SentEvents, rows_of: dict[str, np.ndarray], now: dict[str, np.ndarray], names: Dictionaries
     ) -> dict[str, np.ndarray]:
-        """Returns by user the records with the new events of a body."""
-        merged = {}
-
-        def texts(numbers: list[int]) -> list[str | None]:
-            return names.texts(self.layout.item, numbers)
-
+        """Returns by user the records with the new events of a body, and with the numbers of their texts."""
+        merged, records = {}, events.records.copy()
+        for name, texts in events.texts.items():
+            records[name] = names.numbers(name, texts).reshape(records[name].shape)
         for user, rows in rows_of.items():
             if self.counters is not None:
                 rows = rows[events.in_history[rows]]
             if len(rows):
-                merged[user] = self.layout.merge(now[user], records[rows], texts)
+                merged[user] = self.layout.merge(now[user], records[rows], partial(names.texts, self.layout.item))
         return merged
-
-    def _numbered(self, events: SentEvents, names: Dictionaries) -> np.ndarray:
-        """The records of events with the numbers of their texts."""
-        records = events.records.copy()
-        for name, texts in events.texts.items():
-            records[name] = names.numbers(name, texts).reshape(records[name].shape)
-        return records
 
 
 def _decoded(found: bytes | None) -> StateInfo:
@@ -341,8 +381,12 @@ def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.nd
         yield user, layout.records(value, user)
 
 
-def _difference(own: PastFields, wanted: PastFields) -> str:
-    """Says what differs between the statistics of a state and those of an artifact."""
+def _check_statistics(own: StatisticsSettings | None, wanted: StatisticsSettings) -> None:
+    """Raises StateError if a state does not have the statistics that a model reads."""
+    load = "load it from the log by `jfi state load`"
+    if own is None:
+        raise StateError(f"the state of users has no statistics of the past, which the model reads; {load}")
     one, other = asdict(own), asdict(wanted)
-    name = next(name for name in one if one[name] != other[name])
-    return f"{name} {one[name]} and not {other[name]}; load it from the log by `jfi state load`"
+    if name := next((name for name in one if one[name] != other[name]), None):
+        why = f"{name} {one[name]} and not {other[name]}; {load}"
+        raise StateError(f"the state of users has other statistics of the past, {why}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from itertools import repeat
+from operator import itemgetter
 
 import numpy as np
 
@@ -29,6 +30,8 @@ NOT_CANONICAL = (
     r"|-0(?:\.[0-9]+)?|-?[1-9](?:\.[0-9]+)?e[+-][0-9]{1,3}|True|TRUE|False|FALSE|)$"
 )
 _FLOAT = re.compile(r"-?(?:0|[1-9][0-9]*)\.[0-9]+|-?[1-9](?:\.[0-9]+)?e[+-][0-9]{1,3}|-0")
+#: First characters of the texts that `text_of` may change, but for whole numbers.
+_FIRST_OF_CHANGED = frozenset("-0123456789TF")
 _BOOLEANS = {name: name.lower() for name in ("True", "TRUE", "False", "FALSE")}
 
 
@@ -66,6 +69,14 @@ def text_of(value: str | int | float | bool | Decimal | None) -> str | None:
         value = int(value)
     text = repr(value)
     return format(Decimal(text), "f") if "e" in text else text
+
+
+def are_canonical(texts: Sequence[str]) -> bool:
+    """Returns true only if `text_of` changes none of these texts; it may miss some, such as `7 a`."""
+    joined = "".join(texts)
+    if not joined.isascii() or not all(texts):
+        return False
+    return joined.isdigit() or _FIRST_OF_CHANGED.isdisjoint(map(itemgetter(0), texts))
 
 
 def _is_utf8(text: str) -> bool:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jfi.events import live_counters
-from jfi.events.counters import counters_of, index_of_counters
 from jfi.events.events import EventValues, SortedEvents, event_values
-from jfi.events.groups import GROUPS
+from jfi.events.groups import GROUPS, ItemColumn, StatisticsSettings
 from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import LiveRows
 from jfi.events.point_in_time import KeyColumn, PastIndex, Queries
@@ -101,12 +100,17 @@ class Log:
         return LiveRows(*of, {"tags": self.values(items)})
 
 
+def settings_of(is_implicit: bool, columns: dict[str, ItemColumn], of_events) -> StatisticsSettings:
+    numbers, values = ({name: [] for name in names} for names in of_events)
+    known = WINDOW, HALF_LIVES, is_implicit, ITEMS, [*columns], columns
+    return StatisticsSettings("user", "item", list(GROUPS), *known, numbers=numbers, values=values)
+
+
 class Counted:
     """Live counters with the records in a dict."""
 
     def __init__(self, log: Log) -> None:
-        known = WINDOW, HALF_LIVES, log.is_implicit, ITEMS, *OF_EVENTS
-        self.live = LiveCounters(list(GROUPS), ["tags"], {"tags": 2}, *known)
+        self.live = LiveCounters(settings_of(log.is_implicit, {"tags": ItemColumn("tags", 6, 2)}, OF_EVENTS))
         self.records: dict[bytes, bytes] = {}
 
     def get(self, keys) -> list[bytes | None]:
@@ -202,7 +206,7 @@ def test_a_log_and_the_events_after_it(is_implicit):
         part: digests(part.removeprefix("column ")[:1].encode(), np.arange(size)) for part, size in sizes.items()
     }
     counted = Counted(log)
-    counted.records |= counted.live.records_of(counters_of(index), index.sets, by_part)
+    counted.records |= counted.live.records_of(index, by_part)
     for rows in (first, np.arange(300)):
         counted.add(log.events(rows[200:]))
         for user in range(USERS):
@@ -223,14 +227,10 @@ def test_columns_may_have_names_that_look_like_those_of_arrays():
     made = list(GROUPS), names, WINDOW, HALF_LIVES, *of_events
     none = np.zeros(ITEMS, np.int64)
     queries = Queries(none, none + 300.0, np.arange(ITEMS), ids=ids)
-    wanted, counters = Statistics(index, *made).compute(queries), counters_of(index)
-    again = index_of_counters(counters, ITEMS, ITEMS, dict.fromkeys(ids, 3), False, index.sets)
-    check(Statistics(again, *made).compute(queries), wanted)
-    live = LiveCounters(list(GROUPS), names, dict.fromkeys(names, 1), WINDOW, HALF_LIVES, False, ITEMS, *of_events)
+    wanted = Statistics(index, *made).compute(queries)
+    live = LiveCounters(settings_of(False, {name: ItemColumn(name, 3, 1) for name in names}, of_events))
     sizes = {"user": USERS, "item": ITEMS, **dict.fromkeys(ids, 3)}
-    records = dict(
-        live.records_of(counters, index.sets, {part: digests(b"d", np.arange(n)) for part, n in sizes.items()})
-    )
+    records = dict(live.records_of(index, {part: digests(b"d", np.arange(n)) for part, n in sizes.items()}))
     of_items = {one.key: np.where(one.ids > 0, digests(b"d", one.ids), np.uint64(0)) for one in columns.values()}
     query = LiveRows(digests(b"d", none), digests(b"d", np.arange(ITEMS)), queries.seconds, of_items)
     check(live.compute(lambda keys: [records.get(key) for key in keys], query), wanted)

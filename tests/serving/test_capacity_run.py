@@ -19,6 +19,7 @@ from jfi.serving.schema import Limits, Schema, Table
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.tables import FLOAT, INT8, RowsOfIds, load_tables, save_tables
 from jfi.state.export import export_events
+from jfi.state.layout import layout_of
 from jfi.state.load import fill
 from jfi.state.state import UserState, scan_records
 from jfi.state.stores import open_store
@@ -162,7 +163,8 @@ def test_the_state_of_users_keeps_texts_whatever_the_capacity(run, tmp_path):
     # A run with other capacities reads the same records.
     fields = [dataclasses.replace(one, capacity=one.capacity and 77) for one in requests.event]
     for event in (requests.event, fields):
-        reader = RequestReader(dataclasses.replace(requests, event=event), Limits(10, MAX_HISTORY), has_state=True)
+        own = dataclasses.replace(requests, event=event)
+        reader = RequestReader(own, Limits(10, MAX_HISTORY), state=layout_of(own, MAX_HISTORY).info)
         state = UserState(store, reader)
         for user, records in scan_records(store, state.layout):
             wanted = HashedIds(8).ids(state.texts("item", records["item"].tolist()))

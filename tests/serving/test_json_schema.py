@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from jfi.serving.requests import BadRequestError, RequestReader
-from jfi.serving.schema import LONGEST_RAW, Field, Schema
+from jfi.serving.schema import LONGEST_TEXT, Field, Schema
 
 from .test_requests import READ, SCHEMA, request
 
@@ -93,27 +93,30 @@ def test_an_integer_of_json_schema_may_have_a_fraction_of_0():
 
 
 @pytest.mark.parametrize("form", [0, 1], ids=["rows", "columns"])
-def test_a_column_with_a_capacity_has_texts_of_a_bounded_length(form):
-    """Also one of a cross with a capacity; a column with a vocabulary takes any."""
+def test_texts_have_a_bounded_length(form):
+    """Of columns with a vocabulary, with a capacity and of a cross."""
     candidate = [Field("item", "category", ["item"], capacity=9), Field("tags", "categories", ["tags"], capacity=9)]
     pair = Field("pair", "cross", ["history_pair"], columns=["item", "way"], capacity=9)
     event = [Field("item", "category", ["history_item"]), Field("way", "category", ["history_way"]), pair]
     vocabularies = {"item": ["a"], "way": ["b"], "city": ["c"]}
     reader = RequestReader(Schema([Field("city", "category", ["city"])], candidate, event, vocabularies), READ.limits)
-    text, longer, valid = "x" * LONGEST_RAW, "x" * (LONGEST_RAW + 1), validator(reader)
+    text, longer, valid = "x" * LONGEST_TEXT, "x" * (LONGEST_TEXT + 1), validator(reader)
     whole = {
-        "user": {"city": longer},
+        "user": {"city": text},
         "history": [{"item": text, "way": text}, {"item": text, "way": text}],
         "candidates": [{"item": text, "tags": []}, {"item": None, "tags": [None, text]}],
     }
     whole = both_forms(whole)[form]
     assert valid.is_valid(whole) and accepts(reader, whole)
-    for part, row, name in [("history", 1, "way"), ("candidates", 0, "item"), ("candidates", 1, "tags")]:
+    faults = [("user", 0, "city"), ("history", 1, "way"), ("candidates", 0, "item"), ("candidates", 1, "tags")]
+    for part, row, name in faults:
         for value in (longer, "é" * 520):
             wrong = deepcopy(whole)
-            at, key = (wrong[part][row], name) if form == 0 else (wrong[part][name], row)
+            at, key = (wrong[part][row], name) if form == 0 and part != "user" else (wrong[part], name)
+            at, key = (at, key) if form == 0 or part == "user" else (at[name], row)
             at[key] = [None, "", value] if name == "tags" else value
-            place = re.escape(f"{part}[{row}].{name}" if form == 0 else f"{part}.{name}[{row}]")
+            place = f"{part}[{row}].{name}" if form == 0 else f"{part}.{name}[{row}]"
+            place = re.escape("user.city" if part == "user" else place)
             size = len(value.encode())
             with pytest.raises(
                 BadRequestError, match=f"^{place} must have texts of at most 1024 bytes, got one of {size}$"

@@ -1,6 +1,7 @@
 """Requests that are not as they should be are refused by their place."""
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.server.body import MAX_PARTS, parse, read_body
 from jfi.serving.validation import columns_of
-from jfi.utils.encoding import HashBuckets, Vocabulary
+from jfi.state.layout import layout_of
+from jfi.utils.encoding import HashBuckets, Vocabulary, are_canonical, text_of
 
 SCHEMA = Schema(
     user=[Field("city", "category", ["city"]), Field("income", "number", mean=10.0, deviation=2.0)],
@@ -167,7 +169,8 @@ def test_rows_and_lists_are_counted_before_anything_is_made_of_them(monkeypatch)
                 parse(body)
     assert len(parse(b"[" + b",".join([b"{}"] * (MAX_PARTS - 1)) + b"]")) == MAX_PARTS - 1
     monkeypatch.setattr("jfi.serving.requests.Rows", None)
-    reader = RequestReader(replace(SCHEMA, user_id="user"), READ.limits, has_state=True)
+    schema = replace(SCHEMA, user_id="user")
+    reader = RequestReader(schema, READ.limits, state=layout_of(schema, 4).info)
     for candidates in ([{}] * 4, {"item": [1] * 4}, {"item": 1, "tags": [[]] * 4}):
         with pytest.raises(BadRequestError, match="candidates must be at most 3, got 4"):
             reader({"user": {}, "candidates": candidates, "context": {"tags": []}})
@@ -225,3 +228,29 @@ def test_a_value_has_one_text(buckets, few, monkeypatch):
                     assert set(found.ids["tags"].tolist()) == (set() if text is None else {expected}), value
                     if others == ['"zzz"']:
                         assert found.ids["item"][1] == filler
+
+
+def test_texts_that_are_canonical_stay_as_they_are():
+    draw, found = random.Random(0), set()
+    words = [
+        "a",
+        "item-7",
+        "17",
+        "007",
+        "7.0",
+        "-0",
+        "1e+16",
+        "True",
+        "FALSE",
+        "true",
+        "",
+        "ü",
+        "\ud800",
+        "\u0663",
+        " 1",
+    ]
+    for _ in range(2000):
+        texts = [draw.choice(words) for _ in range(draw.choice([1, 1, 2, 5]))]
+        found.add(are_canonical(texts))
+        assert not are_canonical(texts) or [text_of(one) for one in texts] == texts
+    assert found == {True, False} and are_canonical(["item-7", "x"]) and are_canonical(["17", "007"])

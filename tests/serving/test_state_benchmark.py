@@ -30,7 +30,7 @@ def synthetic(monkeypatch, tmp_path):
 
 def test_all_ways_give_the_model_the_same_request(synthetic, tmp_path):
     schema, limits = synthetic
-    plain, of_state = RequestReader(schema, limits), RequestReader(schema, limits, has_state=True)
+    plain, of_state = RequestReader(schema, limits), RequestReader(schema, limits, state=layout_of(schema, 40).info)
     draw, scorer = random.Random(0), SimpleNamespace(reader=plain)
     bodies = [serving_state.in_time_order(serving.make_body(scorer, serving.Shape(40, 5), draw)) for _ in range(3)]
     store, layout = open_store(str(tmp_path / "state"), create=True), layout_of(schema, 40)

@@ -2,7 +2,8 @@
 
 POST /score          a request -> {"scores": [...]}
 POST /events         with a state of users: events -> {"added": 1, "repeated": 0}, once they are stored
-DELETE /users/ID     with a state of users: removes a user's events -> {"deleted": true}
+PUT /items/ID        with a state of users: columns, in place of the item's -> {"stored": true}; so too /users/ID
+DELETE /users/ID     with a state of users: removes a user's events and columns -> {"deleted": true}; so too /items/ID
 GET  /schema         the JSON Schema of a request
 GET  /schema/events  with a state of users: the JSON Schema of events
 GET  /health         {"status": "ok", ...}: what serves, and how much of it is in use
@@ -131,7 +132,6 @@ def make_app(
         info = now.info
         artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
         artifact |= {"versions": info.versions, "tables": info.quantization}
-        artifact["past_until"] = None if info.schema.past is None else info.schema.past.date()
         inside = {"requests": admission.inside, "device": info.device, "state": now.state is not None}
         inside |= {} if follower is None else follower.health()
         return web.json_response({"status": "ok", "artifact": artifact, **inside})

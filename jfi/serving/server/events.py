@@ -5,6 +5,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -12,9 +14,12 @@ from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.body import write_answer
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
-from jfi.state.events import SentEvents, users_of
+from jfi.state.columns import Entity, read_columns
+from jfi.state.events import SentEvents, names_of
 from jfi.state.state import Added, UserState
 from jfi.state.stores import StoreUnavailableError
+
+T = TypeVar("T")
 
 #: Events after which no further body is written with them, at first, at least and at most: a store on a server has to
 #: answer in time. After a write that failed they are half of its events, or half of themselves if it had more; a full
@@ -56,9 +61,9 @@ class EventWriter:
             self._begin()
         return await asyncio.shield(answer)  # what has begun is written, even if the client has left
 
-    async def delete(self, user: str) -> bool:
-        """Removes a user's events; returns whether there were any."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._state().delete(user))
+    async def change(self, change: Callable[[UserState], T]) -> T:
+        """Changes the state in the thread that writes events."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: change(self._state()))
 
     async def close(self) -> None:
         """Waits for the last write, of those too whose client has left."""
@@ -127,16 +132,37 @@ def state_routes(
         added = await writer().add(events)  # outside of the admission: a slow store holds up no others
         return json_response({"added": added.added, "repeated": added.repeated})
 
-    async def delete(request: web.Request) -> web.Response:
-        (user,) = users_of([request.match_info["user"]], lambda *_: "the user in the path")
+    async def put(of: Entity, request: web.Request) -> web.Response:
+        admission.check()
+        name, body = _name(of, request), await bodies.receive(request)
         with admission:
-            return json_response({"deleted": await writer().delete(user)})
+            until = asyncio.get_running_loop().time() + deadline
+            layout = live().now.scorer.state.tables[of]
+            columns = await live().read(partial(read_columns, layout), body, until)
+        await writer().change(lambda state: state.put(of, name, columns))
+        return json_response({"stored": True})
+
+    async def delete(of: Entity, request: web.Request) -> web.Response:
+        name = _name(of, request)
+        with admission:
+            return json_response({"deleted": await writer().change(lambda state: state.delete(of, name))})
 
     async def schema(_: web.Request) -> web.Response:
         return web.json_response(live().now.scorer.events.json_schema())
 
-    paths = [web.post("/events", add), web.delete("/users/{user:[^/]+}", delete)]
-    return [*paths, web.get("/schema/events", schema)]
+    routes = [web.post("/events", add), web.get("/schema/events", schema)]
+    for of in ("item", "user"):
+        path = f"/{of}s/{{{of}:[^/]+}}"
+        routes += [web.put(path, partial(put, of)), web.delete(path, partial(delete, of))]
+    return routes
+
+
+def _name(of: Entity, request: web.Request) -> str:
+    """The id in the path of a request."""
+    (name,) = names_of(
+        [request.match_info[of]], lambda *_: f"the {of} in the path", "an item" if of == "item" else "a user"
+    )
+    return name
 
 
 def json_response(answer: dict) -> web.Response:

@@ -3,8 +3,8 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from jfi.serving.validation import BadRequestError
+from jfi.state.lookups import Lookup
 from jfi.state.state import Added
-from jfi.state.stored_history import StoredHistory
 
 #: Upper bounds of the buckets.
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -66,7 +66,7 @@ class Metrics:
         else:
             self.events.labels("refused" if isinstance(result, BadRequestError) else "failed").inc(count)
 
-    def read_stored(self, stored: StoredHistory) -> None:
+    def read_stored(self, stored: Lookup) -> None:
         """Records what a request has found in the state of users."""
         found = "events" if stored.events else "none" if stored.is_available else "unavailable"
         self.stored.labels(found).inc()

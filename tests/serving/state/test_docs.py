@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from jfi.events.groups import StatisticsSettings
 from jfi.serving.requests import RequestReader
-from jfi.serving.schema import Field, Limits, PastFields, Schema
+from jfi.serving.schema import Field, Limits, Schema
 from jfi.state.events import EventReader
 from jfi.state.layout import layout_of
 from jfi.state.state import UserState, scan_records
@@ -33,7 +34,7 @@ BODIES = {path: body for path, body in re.findall(r"127\.0\.0\.1:8000/(\w+) --da
 
 @pytest.fixture
 def reader(scorer):
-    return RequestReader(scorer.info.schema, Limits(100, 30), has_state=True)
+    return RequestReader(scorer.info.schema, Limits(100, 30), state=layout_of(scorer.info.schema, 30).info)
 
 
 def events_of(reader):
@@ -56,7 +57,7 @@ def test_its_events_are_read_by_columns_and_by_rows(reader):
 
 def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
     (body,) = re.findall(r"```json\n(\[\{\"user\": \"u3\".*?\}\])\n```", TEXT)
-    past = PastFields("user", "item_id", 0.0, ["item"], 8, [], False, {}, 1, [], {})
+    past = StatisticsSettings("user", "item_id", ["item"], 8, [], False, 1, [], {})
     schema = Schema(
         user=[],
         candidate=[Field("item_id", "category", ["item_id"])],
@@ -64,7 +65,7 @@ def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
         vocabularies={"item_id": ["12"], "action": ["view"]},
         user_id="user",
         item_id="item_id",
-        past=past,
+        statistics=past,
     )
     events = EventReader(layout_of(schema, 30)).read(body.encode())
     assert (events.items, events.labels.tolist(), events.in_history.tolist()) == (["12"], [0.0], [True])

@@ -79,7 +79,7 @@ def new_state(tmp_path):
 
 
 def with_state(reader: RequestReader) -> RequestReader:
-    return RequestReader(reader.schema, reader.limits, reader._policy, has_state=True)
+    return RequestReader(reader.schema, reader.limits, reader._policy, state=layout_of(reader.schema, 1).info)
 
 
 def row(draw: random.Random, odd: float = 0.0) -> dict:
@@ -200,7 +200,9 @@ def test_a_policy_keeps_the_events_that_it_keeps_of_a_request(policy, surfaces, 
     assert weights or "b" not in surfaces
 
 
-ITEM = Schema([], [], [Field("item", "category", ["history_item"])], {"item": ["1", "2", "10"]}, item_id="item")
+ITEM = Schema(
+    [], [], [Field("item", "category", ["history_item"])], {"item": ["1", "2", "10"]}, user_id="user", item_id="item"
+)
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.sampled_from(["1", "2", "10", "9", "30", "x", "y"])), max_size=40)
 
 
@@ -341,7 +343,7 @@ def test_the_schema_of_requests_with_a_state_accepts_what_the_reader_accepts(for
     candidate, event = [*SCHEMA.candidate, Field("price", "number")], [SCHEMA.event[0], SCHEMA.event[-1]]
     vocabularies = SCHEMA.vocabularies | {"user": ["u"]}
     schema = replace(SCHEMA, user=user, candidate=candidate, event=event, vocabularies=vocabularies, codec=None)
-    reader = RequestReader(schema, LIMITS, has_state=True)
+    reader = RequestReader(schema, LIMITS, state=layout_of(schema, 1).info)
     valid, outcomes = validator(reader), set()
     own = {"user": "u", "income": 1.5} if reads_user else "u"
     of_state = {"user": own, "candidates": [{"item": 1}, {"item": None}], "context": {"price": 3}, "time": NOW}
@@ -360,6 +362,7 @@ def test_the_schema_of_requests_with_a_state_accepts_what_the_reader_accepts(for
         for user, is_known in users.items():
             for body in (of_state | {"user": {"user": user}}, of_state | {"user": user}):
                 assert valid.is_valid(body) == accepts(reader, body) == is_known, user
-        for body in (of_state | {"user": {}}, explicit | {"user": "u"}, explicit | {"user": {"user": "u"}}):
-            assert not valid.is_valid(body) and not accepts(reader, body)
+        bodies = {"neither": of_state | {"user": {}}, "both": explicit | {"user": "u"}}
+        for name, body in (bodies | {"object": explicit | {"user": {"user": "u"}}}).items():
+            assert valid.is_valid(body) == accepts(reader, body) == (name != "neither")
     assert outcomes >= {True, False}

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from jfi.events.groups import HALF_LIVES
+from jfi.events.groups import HALF_LIVES, StatisticsSettings
 from jfi.serving.requests import RequestReader
-from jfi.serving.schema import Field, Limits, PastFields, PolicyFields, Schema
+from jfi.serving.schema import Field, Limits, PolicyFields, Schema
 from jfi.state.dictionaries import text_key
 from jfi.state.events import EventReader
 from jfi.state.export import export_events
@@ -57,7 +57,7 @@ def rows(count: int = 200) -> list[dict]:
 
 
 def reader(schema: Schema, max_history: int = 100) -> RequestReader:
-    return RequestReader(schema, Limits(1, max_history), has_state=True)
+    return RequestReader(schema, Limits(1, max_history), state=layout_of(SCHEMA, max_history).info)
 
 
 def filled(store, schema: Schema, events: list[dict], max_history: int = 100) -> UserState:
@@ -167,15 +167,15 @@ def test_what_the_state_does_not_have_is_refused_by_name(new_store, schema, max_
 
 
 def test_statistics_of_another_model_are_read_or_refused_by_name(new_store):
-    past = PastFields("user", "item", NOW, ["popularity"], 10, list(HALF_LIVES), True, {}, 3, [], {})
+    past = StatisticsSettings("user", "item", ["popularity"], 10, list(HALF_LIVES), True, 3, [], {})
     counted = new_store()
-    write_layout(counted, layout_of(replace(SCHEMA, past=past), 100))
-    grown = replace(past, num_known=5, until=NOW + 9)
-    assert UserState(counted, reader(replace(SCHEMAS["grown"], past=grown))).counters.past == grown
+    write_layout(counted, layout_of(replace(SCHEMA, statistics=past), 100))
+    grown = replace(past, num_known=5)
+    assert UserState(counted, reader(replace(SCHEMAS["grown"], statistics=grown))).counters.settings == grown
     assert UserState(counted, reader(SCHEMA)).counters is not None  # of a model that reads none: they are counted
     other = replace(past, half_lives=[60.0, *HALF_LIVES[1:]])
     with pytest.raises(StateError, match=r"has other statistics of the past, half_lives .* and not \[60.0, "):
-        UserState(counted, reader(replace(SCHEMA, past=other)))
+        UserState(counted, reader(replace(SCHEMA, statistics=other)))
 
 
 def test_a_policy_reads_the_columns_that_the_model_reads_too(new_store):

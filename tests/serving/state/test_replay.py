@@ -150,7 +150,7 @@ def test_a_state_does_not_depend_on_the_order_of_arrival(exported, stateful, new
     counts = Counter(row["user"] for row in rows)
     assert {user: len(events) for user, events in first.items()} == {user: min(94, n) for user, n in counts.items()}
     for user in first:
-        assert state.delete(user) and not state.delete(user)
+        assert state.delete("user", user) and not state.delete("user", user)
     shuffled = random.Random(2).sample(rows, len(rows))
     state.add([stateful.events(body_of(shuffled[i : i + 7])) for i in range(0, len(rows), 7)])
     assert contents(state) == first

@@ -58,9 +58,11 @@ def test_a_store_that_fails_between_two_reads_has_found_nothing(exported, store,
     scorer.state.add([scorer.events([EVENT])])
     fill, read = scorer.state.fill, scorer.reader(request())
 
-    def fail_after_one(requests):
-        fill(requests)
-        raise StoreUnavailableError("slow")
+    def fail_after_one(requests, is_available=True):
+        found = fill(requests, is_available)
+        if is_available:
+            raise StoreUnavailableError("slow")
+        return found
 
     with monkeypatch.context() as patched:
         patched.setattr(scorer.state, "fill", fail_after_one)

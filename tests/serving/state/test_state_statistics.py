@@ -10,11 +10,11 @@ import pytest
 from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.events.groups import GROUPS
-from jfi.serving.counters import RequestStatistics
-from jfi.serving.dataset_schema import past_fields, read_counters, schema_of
+from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.state.events import EventReader
+from jfi.state.layout import layout_of
 from jfi.state.load import fill
 from jfi.state.state import UserState
 from jfi.state.stores import StateError
@@ -70,14 +70,11 @@ class Replay:
         self.log, self.folder, self.rule = log, folder, "history" in change
         self.schema = load_dataset(self.config).schema
         pq.write_table(pa.Table.from_pylist(log[:known], KINDS), folder / "known.parquet")
-        counters = read_counters(self.config, self.schema)
         fields = schema_of(self.config, self.schema, True, True)
-        self.fields = dataclasses.replace(fields, past=past_fields(self.config, self.schema))
+        self.fields = dataclasses.replace(fields, statistics=statistics_settings(self.config, self.schema))
         interactions = str(folder / "known.parquet") if known else "none"
         fill(store, self.fields, self.config, self.schema, interactions)
-        served = dataclasses.replace(fields, past=counters.fields)  # as an artifact has it
-        statistics = RequestStatistics(counters)
-        self.reader = RequestReader(served, Limits(100, 20), past=statistics, has_state=True, has_counters=True)
+        self.reader = RequestReader(self.fields, Limits(100, 20), state=layout_of(self.fields, 20).info)
         self.state = UserState(store, self.reader)
         self.events = EventReader(self.state.layout)
 
@@ -96,8 +93,7 @@ class Replay:
 
     def request(self, user: str, now: float) -> dict:
         by_item = {row["item_id"]: row for row in self.log}
-        names = [name for name in self.reader.fields["candidates"] if name not in self.reader.schema.past.names]
-        candidates = [{name: row[name] for name in names} for row in by_item.values()]
+        candidates = [{name: row[name] for name in self.reader.fields["candidates"]} for row in by_item.values()]
         candidates.append(candidates[0] | {"item_id": 999})
         return {"user": user, "candidates": candidates, "time": now}
 
@@ -146,7 +142,7 @@ def test_a_user_who_is_deleted_stays_in_the_counters(log, tmp_path, new_store):
     replay = Replay(log, CASES["labels"], tmp_path, new_store(), 400)
     request = replay.request("u3", log[399]["timestamp"] + 60)
     (before,) = replay.state.fill([replay.reader(request)])
-    assert before.num_events == 20 and replay.state.delete("u3")
+    assert before.num_events == 20 and replay.state.delete("user", "u3")
     (after,) = replay.state.fill([replay.reader(request)])
     assert after.num_events == 0
     np.testing.assert_array_equal(after.dense, before.dense)
@@ -173,6 +169,9 @@ def test_faults_of_what_is_counted_are_named(log, tmp_path, new_store, change, m
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
 def test_other_statistics_are_refused(log, tmp_path, new_store):
     replay = Replay(log, CASES["labels"], tmp_path, new_store(), 0)
-    past = dataclasses.replace(replay.fields.past, half_lives=[1.0, 2.0, 3.0, 4.0])
+    past = dataclasses.replace(replay.fields.statistics, half_lives=[1.0, 2.0, 3.0, 4.0])
     with pytest.raises(StateError, match=r"has other statistics of the past, half_lives .* and not \[1.0, 2.0, "):
-        UserState(replay.state.store, RequestReader(dataclasses.replace(replay.fields, past=past), Limits(100, 20)))
+        reads = RequestReader(
+            dataclasses.replace(replay.fields, statistics=past), Limits(100, 20), state=replay.state.layout.info
+        )
+        UserState(replay.state.store, reads)

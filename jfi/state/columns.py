@@ -1,0 +1,200 @@
+"""Records of items and users: the columns of their tables, by id.
+
+An id's value in the store is one record, and after it the values of its lists:
+
+    <column>  as of an event, see `jfi.state.layout`; of a list of texts int32, how many there are
+    numbers   int32, those of the texts of all lists, one column after another
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from jfi.serving.requests import Encoded
+from jfi.serving.schema import Field
+from jfi.serving.validation import BadRequestError, check_names, shown
+from jfi.state.dictionaries import Cache, Dictionaries
+from jfi.state.events import values_of
+from jfi.state.layout import DTYPES, Column, StateInfo
+from jfi.state.model_ids import Encoding, Ids, Texts, check_column
+from jfi.state.stores import Changes, Get, Store, finding_damage
+from jfi.utils.encoding import standardize
+
+Entity = Literal["item", "user"]
+#: Values `[N]` of a column: its numbers, its texts, or all texts of its lists and how many `[N]` each list has.
+Values = np.ndarray | list[str | None] | tuple[list[str], np.ndarray]
+#: The same of a column of the store: numbers of its texts in place of texts.
+Stored = np.ndarray | tuple[np.ndarray, np.ndarray]
+
+
+class ColumnLayout:
+    """The records of items or of users.
+
+    Args:
+        of: what they are of.
+        columns: beside the id.
+
+    Example:
+        >>> layout = ColumnLayout("item", [Column("brand", "text"), Column("price", "number")])
+        >>> layout.dtype.itemsize, layout.key("i7")
+        (12, b'Ii7')
+    """
+
+    def __init__(self, of: Entity, columns: Sequence[Column]) -> None:
+        self.of, self.columns = of, {one.name: one for one in columns}
+        self.dtype = np.dtype([(one.name, DTYPES[one.kind]) for one in columns])
+        self._lists = [one.name for one in columns if one.kind == "texts"]
+        missing = np.zeros(1, self.dtype)
+        for one in columns:
+            missing[one.name] = {"number": np.nan, "sid": -1}.get(one.kind, 0)
+        #: The value of an id without one: all of its columns are missing.
+        self._missing = missing.tobytes()
+
+    def key(self, text: str) -> bytes:
+        """The key of an id's record."""
+        return (b"I" if self.of == "item" else b"U") + text.encode()
+
+    def encode(self, columns: Mapping[str, Values], count: int, names: Dictionaries) -> list[bytes]:
+        """Returns the values `[count]` of ids, of which a column that is not given is missing."""
+        records, lists = np.frombuffer(self._missing * count, self.dtype).copy(), []
+        for name, values in columns.items():
+            if isinstance(values, tuple):
+                records[name] = values[1]
+            else:
+                records[name] = values if isinstance(values, np.ndarray) else names.numbers(name, values)
+        size, joined = self.dtype.itemsize, records.tobytes()
+        found = [joined[begin : begin + size] for begin in range(0, count * size, size)]
+        for name in self._lists:
+            if name in columns:
+                texts, counts = columns[name]
+                numbers, ends = names.numbers(name, texts).tobytes(), 4 * np.cumsum(counts)
+                lists = zip(found, (ends - 4 * counts).tolist(), ends.tolist(), strict=True)
+                found = [own + numbers[begin:end] for own, begin, end in lists]
+        return found
+
+    def decode(self, values: Sequence[bytes | None]) -> dict[str, Stored]:
+        """Returns by name the columns `[N]` of N values.
+
+        Raises:
+            StateError: one is damaged.
+        """
+        own, size = [self._missing if one is None else one for one in values], self.dtype.itemsize
+        heads = [one[:size] for one in own] if self._lists else own
+        with finding_damage(f"the columns of {self.of}s"):
+            records = np.frombuffer(b"".join(heads), self.dtype)
+            found: dict[str, Stored] = {name: records[name] for name in self.columns}
+            if not self._lists:
+                return _checked(found, len(records) == len(own))
+            numbers = np.frombuffer(b"".join([one[size:] for one in own]), "<i4")
+            counts = np.stack([records[name] for name in self._lists], axis=1)
+            owner = np.repeat(np.tile(np.arange(len(self._lists)), len(own)), counts.ravel())
+            _checked(found, len(records) == len(own) and len(owner) == len(numbers))
+            for number, name in enumerate(self._lists):
+                found[name] = numbers[owner == number], counts[:, number].astype(np.int64)
+        return found
+
+
+def layouts_of(info: StateInfo) -> dict[Entity, ColumnLayout]:
+    """The records of a state's items and users."""
+    return {"item": ColumnLayout("item", info.items), "user": ColumnLayout("user", info.users)}
+
+
+def _checked(found: dict[str, Stored], is_whole: bool) -> dict[str, Stored]:
+    if not is_whole:
+        raise ValueError("a record has another size than its columns")
+    return found
+
+
+def write_columns(
+    store: Store,
+    layout: ColumnLayout,
+    ids: Sequence[str],
+    columns: Mapping[str, Values],
+    cache: Cache,
+    check: Callable[[Get], None] = lambda get: None,
+) -> None:
+    """Writes the records of ids, in place of those that they had, all or none of them.
+
+    Args:
+        store: of the state.
+        layout: of the records.
+        ids: `[N]`.
+        columns: `[N]` by name; one that is not given is missing.
+        cache: numbers of the store.
+        check: raises an error if the store may not be written.
+    """
+    new: dict[str, dict[str | None, int]] = {}
+
+    def change(get: Get) -> Changes:
+        check(get)
+        names = Dictionaries(get, cache)
+        records = layout.encode(columns, len(ids), names)
+        new.clear()
+        new.update(names.new)
+        return dict(zip(map(layout.key, ids), records, strict=True)) | names.changes()
+
+    store.update(change)
+    cache.keep(new)
+
+
+def read_columns(layout: ColumnLayout, body: bytes) -> dict[str, Values]:
+    """Parses the columns of one item or user, an object; returns their values `[1]`.
+
+    Raises:
+        BadRequestError: not JSON, or a fault, with its place.
+    """
+    from jfi.serving.server.body import read_body  # by orjson, which `jfi state load` does not need
+
+    def encode(given: object) -> dict[str, Values]:
+        if not layout.columns:
+            raise BadRequestError(f"this state has no columns of {layout.of}s")
+        if not isinstance(given, dict):
+            raise BadRequestError(f"the {layout.of} must be an object of its columns, got {shown(given)}")
+        check_names(f"the {layout.of}", given, layout.columns)
+        place = lambda _, name: name  # noqa: E731
+        return {name: values_of(layout.columns[name], [value], place) for name, value in given.items()}
+
+    return read_body(body, encode)
+
+
+class ModelColumns:
+    """Turns records of items or users into what a model reads.
+
+    Args:
+        layout: of the records.
+        fields: of a candidate or of the user; those that the records have are read.
+        known: by column with ids what gives them, as of RequestReader.
+        texts: reads the store's dictionaries.
+
+    Raises:
+        StateError: the records have a column of another kind than the model reads.
+    """
+
+    def __init__(
+        self, layout: ColumnLayout, fields: Sequence[Field], known: Mapping[str, Encoding], texts: Texts
+    ) -> None:
+        self._fields = [one for one in fields if one.name in layout.columns]
+        for one in self._fields:
+            check_column(f"{layout.of}s", one.name, layout.columns[one.name], one)
+        self._ids = {one.name: Ids(one.name, known[one.name], one, texts) for one in self._fields if one.name in known}
+
+    def __call__(self, columns: Mapping[str, Stored], names: Sequence[str]) -> Encoded:
+        """Returns what a model reads of some columns.
+
+        Raises:
+            StateError: a record has a number that its dictionary has not.
+        """
+        found = Encoded()
+        for one in self._fields:
+            if one.name not in names:
+                continue
+            values = columns[one.name]
+            if isinstance(values, tuple):
+                found.ids[one.keys[0]], found.counts[one.keys[0]] = self._ids[one.name](values[0]), values[1]
+            elif one.kind == "number":
+                found.numbers[one.name] = standardize(values, one.mean, one.deviation, one.default, one.bounds)
+            else:
+                ids = values.astype(np.int64) if one.kind == "sid" else self._ids[one.name](values)
+                found.ids[one.keys[0]] = ids
+        return found

@@ -1,0 +1,212 @@
+"""A request by ids is read as one that carries the columns of the run's tables."""
+
+import contextlib
+import random
+
+import commands
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from jfi.data import DataConfig, FeatureConfig, load_dataset
+from jfi.serving.dataset_schema import schema_of
+from jfi.serving.requests import BadRequestError, RequestReader
+from jfi.serving.schema import Limits
+from jfi.serving.scorer import Scorer, StateSettings
+from jfi.state.load import fill
+from jfi.state.state import UserState, read_layout
+from jfi.state.stores import StateError, open_store
+
+from ..test_server import serve
+from .conftest import NOW, added, answer
+
+ITEM = ("brand", "tags", "price", "kind", "slot")
+USER = ("city", "likes", "income")
+FEATURES = [
+    *(FeatureConfig("brand", "item"), FeatureConfig("tags", "item"), FeatureConfig("price", "item", type="number")),
+    *(FeatureConfig("kind", "item", hash_buckets=7), FeatureConfig("slot", "item", default="none")),
+    *(FeatureConfig("city", "user"), FeatureConfig("likes", "user"), FeatureConfig("income", "user", type="number")),
+    FeatureConfig("page", "context"),
+]
+
+
+def tables(folder) -> tuple[list[dict], list[dict], list[dict]]:
+    """Writes a log of events and tables of items and users; returns their rows."""
+    draw = random.Random(0)
+    items = [
+        {
+            "item_id": f"i{number}",
+            "brand": draw.choice(["b1", "b2", "ü", None]),
+            "tags": [f"t{draw.randrange(5)}" for _ in range(draw.choice([0, 1, 3]))],
+            "price": draw.choice([None, 1.5, -7.0, 1e6]),
+            "kind": draw.choice(["k1", "k2", None]),
+            "slot": draw.choice(["s", None]),
+        }
+        for number in range(20)
+    ]
+    users = [
+        {"user_id": f"u{number}", "city": draw.choice(["a", None]), "likes": ["x", "y"][: number % 3], "income": number}
+        for number in range(10)
+    ]
+    log = [
+        {
+            "user_id": f"u{draw.randrange(10)}",
+            "item_id": f"i{draw.randrange(20)}",
+            "timestamp": row,
+            "rating": row % 6,
+            "page": "top",
+        }
+        for row in range(200)
+    ]
+    for name, rows in (("items", items), ("users", users), ("log", log)):
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+    joined = [{**users[int(row["user_id"][1:])], **items[int(row["item_id"][1:])], **row} for row in log]
+    pq.write_table(pa.Table.from_pylist(joined), folder / "joined.parquet")
+    return items, users, log
+
+
+@pytest.fixture(params=["tables", "the log alone"])
+def by_id(request, tmp_path, new_store):
+    """Rows of items and users, a reader without a state, a state that was filled with them, and its reader."""
+    items, users, log = tables(tmp_path)
+    own = {name: str(tmp_path / f"{name}.parquet") for name in ("items", "users")}
+    has_tables = request.param == "tables"
+    config = DataConfig(
+        interactions=str(tmp_path / ("log.parquet" if has_tables else "joined.parquet")),
+        **(own if has_tables else {}),
+        label="rating >= 4",
+        features=FEATURES,
+        statistics=[],
+        max_history=20,
+        max_slots=2,
+    ).resolved()
+    data = load_dataset(config).schema
+    schema, store = schema_of(config, data, True, False), new_store()
+    fill(store, schema, config, data, None)
+    limits = Limits(100, 20)
+    reader = RequestReader(schema, limits, state=read_layout(store).info)
+    known = {row["item_id"] for row in log}
+    return (items if has_tables else [row for row in items if row["item_id"] in known]), users, reader, store
+
+
+def carrying(user: dict, items: list[dict]) -> dict:
+    return {"user": user, "candidates": items, "context": {"page": "top"}, "time": 1000.0}
+
+
+def assert_same(one, other) -> None:
+    assert one.ids.keys() == other.ids.keys() and one.counts.keys() == other.counts.keys()
+    for name in one.ids:
+        np.testing.assert_array_equal(one.ids[name], other.ids[name], name)
+    for name in one.counts:
+        np.testing.assert_array_equal(one.counts[name], other.counts[name], name)
+    np.testing.assert_array_equal(one.dense, other.dense)
+
+
+def test_a_request_by_ids_is_that_which_carries_the_columns(by_id):
+    items, users, reader, store = by_id
+    state = UserState(store, reader)
+    unknown = {"item_id": "new"} | dict.fromkeys(ITEM)
+    for user in [*users, {"user_id": "new"} | dict.fromkeys(USER)]:
+        rows = [*items, unknown]
+        ids = [row["item_id"] for row in rows]
+        (whole,) = state.fill([reader(carrying(user, rows))])
+        forms = (ids, {"item_id": ids}, [{"item_id": one} for one in ids])
+        for candidates in forms:
+            for own in (user["user_id"], {"user_id": user["user_id"]}):
+                (found,) = state.fill([reader(carrying(own, candidates))])
+                assert_same(found, whole)
+                assert found.stored.answer()["unknown_items"] == 1
+                assert found.num_events == whole.num_events
+
+
+def test_a_column_that_the_request_gives_wins(by_id):
+    items, users, reader, store = by_id
+    state, given = UserState(store, reader), {"price": 3.25, "tags": ["t9", "t1", "t2"]}
+    (whole,) = state.fill([reader(carrying(users[1] | {"city": "b"}, [one | given for one in items]))])
+    rows = [{"item_id": one["item_id"]} | given for one in items]
+    (found,) = state.fill([reader(carrying({"user_id": "u1", "city": "b"}, rows))])
+    assert_same(found, whole)
+    by_ids = carrying({"user_id": "u1", "city": "b"}, [one["item_id"] for one in items])
+    (found,) = state.fill([reader(by_ids | {"context": {"page": "top"} | given})])
+    assert_same(found, whole)
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_requests_that_lack_what_no_state_has_are_named(by_id):
+    _, _, reader, _ = by_id
+    faults = {
+        "candidates[0] lacks the field 'page'": {"context": {}},
+        "candidates[0] lacks the field 'item_id'": {"candidates": [{}]},
+        "user lacks the field 'user_id', by which the server knows the user": {"user": {"city": "a"}},
+        "candidates[1] must be the id of an item, got None": {"candidates": ["i1", None]},
+        "user must be the id of a user, got None": {"user": None},
+        "candidates[1] must be at most 480 bytes, got 481": {"candidates": ["i1", "x" * 481]},
+        "candidates[1] must be a string, a number or a boolean, or null, got dict": {"candidates": ["i1", {}]},
+    }
+    for why, change in faults.items():
+        with pytest.raises(BadRequestError) as fault:
+            reader(carrying("u1", ["i1", "i2"]) | change)
+        assert str(fault.value).startswith(why)
+    plain = RequestReader(reader.schema, reader.limits)
+    with pytest.raises(BadRequestError, match="serve with a state that has it"):
+        plain(carrying("u1", ["i1"]) | {"history": []})
+
+
+@pytest.fixture
+def rows_of_tiny(exported) -> dict[int, int]:
+    """The category of each item of the tiny run's table."""
+    rows = pq.read_table(exported.run.parent / "tables/items.parquet").to_pylist()
+    return {row["item"]: row["category"] for row in rows}
+
+
+async def scored(client, candidates) -> dict:
+    body = {"user": "u", "candidates": candidates, "time": NOW + 60}
+    status, told = await answer(await client.post("/score", json=body))
+    assert status == 200, told
+    return told
+
+
+def test_a_server_knows_what_was_loaded_and_put(exported, tmp_path, rows_of_tiny, capsys):
+    """The tiny run has a table of items, and no columns of users."""
+    name, of = tmp_path / "users", rows_of_tiny
+    options = ["state", "load", "--run", exported.run, "--state", name]
+    carried = {"item": [3, 17], "category": [of[3], of[17]]}
+
+    async def put(client):
+        await added(client, {"user": "u", "time": NOW, "event_id": "e", "item": 3, "category": 3, "rating": 5})
+        by_ids, whole = await scored(client, [3, 17]), await scored(client, carried)
+        assert by_ids["scores"] == whole["scores"] and "unknown_items" not in whole["state"]
+        assert by_ids["state"] == {"events": 1, "time": NOW, "unknown_items": 0, "available": True}
+        assert (await scored(client, [3, "new"]))["state"]["unknown_items"] == 1
+        assert await answer(await client.put("/items/new", json={"category": 3})) == (200, {"stored": True})
+        found = await scored(client, ["new"])
+        assert found["scores"] == (await scored(client, {"item": ["new"], "category": [3]}))["scores"]
+        assert found["state"]["unknown_items"] == 0
+        status, told = await answer(await client.put("/items/new", json={"colour": 3}))
+        assert status == 400 and told["error"].startswith("the item has an unknown field 'colour'")
+        status, told = await answer(await client.put("/users/u", json={}))
+        assert (status, told["error"]) == (400, "this state has no columns of users")
+        assert (await client.put("/items/" + "x" * 481, json={})).status == 400
+        for was_there in (True, False):
+            assert await answer(await client.delete("/items/new")) == (200, {"deleted": was_there})
+        assert (await scored(client, ["new"]))["state"]["unknown_items"] == 1
+
+    async def after(client):
+        found = (await scored(client, [3, 1000, 17]))["scores"]
+        rows = {"item": [3, 1000, 17], "category": [of[17], of[17], of[17]]}
+        assert found == (await scored(client, rows))["scores"]
+
+    commands.run(*options, "--interactions", "none")
+    pq.write_table(pa.table({"item": [3, 1000], "category": [of[17]] * 2}), tmp_path / "more.parquet")
+    for talk in (put, after):
+        with contextlib.closing(open_store(str(name))) as store:
+            serve(Scorer(exported.path, state=StateSettings(store)), talk)
+        commands.run(*options, "--items", tmp_path / "more.parquet")
+        assert f"wrote {name}: columns of 2 items" in capsys.readouterr().out
+    with pytest.raises(StateError, match=r"--users: the state .* has no columns of users"):
+        commands.run(*options, "--users", tmp_path / "more.parquet")
+    with pytest.raises(StateError, match="--interactions: a state that is there gets events by POST /events"):
+        commands.run(*options, "--items", tmp_path / "more.parquet", "--interactions", "none")
