@@ -74,7 +74,9 @@ def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
 
 def test_the_requests_that_the_page_shows_get_the_answers_that_it_shows(stateful):
     assert [path for path, _, _ in SHOWN] == ["/events", "/score"]
-    (deleted,) = re.findall(r"^curl -X DELETE http://127.0.0.1:8000(\S+)$", TEXT, flags=re.MULTILINE)
+    deleted, item = re.findall(r"^curl -X DELETE http://127.0.0.1:8000(\S+)$", TEXT, flags=re.MULTILINE)
+    ((put, columns),) = re.findall(r"^curl -X PUT http://127.0.0.1:8000(\S+) --data '(.*)'$", TEXT, flags=re.MULTILINE)
+    assert deleted.startswith("/users/") and item == put
 
     async def talk(client):
         for path, body, shown in SHOWN:
@@ -85,8 +87,11 @@ def test_the_requests_that_the_page_shows_get_the_answers_that_it_shows(stateful
                 assert found == wanted
             else:  # its scores are of another training
                 assert found["state"] == wanted["state"] and len(found["scores"]) == len(wanted["scores"])
-        assert await (await client.delete(deleted)).json() == {"deleted": True}
-        assert await (await client.delete(deleted)).json() == {"deleted": False}
+        stored = await client.put(put, data=columns)
+        assert (stored.status, await stored.json()) == (200, {"stored": True})
+        for path in (deleted, item):
+            assert await (await client.delete(path)).json() == {"deleted": True}
+            assert await (await client.delete(path)).json() == {"deleted": False}
 
     serve(stateful, talk)
 
