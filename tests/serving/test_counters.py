@@ -24,7 +24,7 @@ from jfi.serving.dataset_schema import read_counters, schema_of
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.hot_swap import check
+from jfi.serving.server.live import check
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, train
 
 from .conftest import rewriting

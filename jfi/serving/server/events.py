@@ -10,7 +10,7 @@ from aiohttp import web
 
 from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.body import write_answer
-from jfi.serving.server.hot_swap import Live
+from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.state.events import SentEvents, users_of
 from jfi.state.state import Added, UserState
