@@ -37,7 +37,7 @@ from jfi.data.prepared.stages.read import open_tables
 from jfi.events.events import Histories
 from jfi.history_policies import Policy, fit
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, train
@@ -207,7 +207,7 @@ def measure_requests(run: SavedRun, config: Config, dataset: InteractionDataset,
     schema = schema_of(config.data, run.schema, reads_history=True, reads_age=False)
     device = "cuda" if config.training.device == "cuda" else "cpu"
     limits = Limits(CANDIDATES, run.schema.max_history)
-    export(folder / "artifact", run.model, schema, limits, device=device, policy=run.policy)
+    Export(run.model, schema, limits, device=device, policy=run.policy).write(folder / "artifact")
     scorer = Scorer(folder / "artifact")
     bodies = request_bodies(config, dataset, scorer)
     times, end, i = [], time.perf_counter() + _SECONDS, 0

@@ -105,7 +105,7 @@ def parts(client: Client, run: Path, folder: Path, log: Iterator[pa.Table], coun
 
         def learned() -> int:
             health = ask(client, "/health")
-            return health["version"] if (health["place"] or {}).get("part") == name else 0  # noqa: B023
+            return health["version"] if (health["log_position"] or {}).get("part") == name else 0  # noqa: B023
 
         version = until(learned)
         until(lambda: ask(client, "/score", body)["version"] >= version)  # noqa: B023
@@ -121,7 +121,7 @@ def parts(client: Client, run: Path, folder: Path, log: Iterator[pa.Table], coun
 
 
 def place(run: Path, number: int) -> str | None:
-    return (read_version(run / "published", number).manifest.place or {}).get("part")
+    return (read_version(run / "published", number).manifest.log_position or {}).get("part")
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ import torch
 from benchmarks.dwell import ARMS, CANDIDATES, Seed, request_bodies
 from jfi.history_policies import Policy
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
@@ -44,7 +44,7 @@ def export_arm(seed: Seed, policy: Policy | None, folder: Path, device: str) -> 
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
     schema = schema_of(config.data, dataset.schema, reads_history=True, reads_age=reads_age)
     limits = Limits(CANDIDATES, dataset.schema.max_history)
-    export(folder, model, schema, limits, device=device, policy=policy)
+    Export(model, schema, limits, device=device, policy=policy).write(folder)
     scorer = Scorer(folder)
     return scorer, request_bodies(config, dataset, scorer)
 

@@ -25,6 +25,7 @@ from benchmarks.run import Rates
 from benchmarks.serving import ROOT
 from jfi import FusedEmbeddingCollection, SequenceFeatureConfig
 from jfi.models import AttentionPooling, SequenceDLRM
+from jfi.serving.export import Export
 from jfi.serving.publish import Publisher
 from jfi.serving.published import path_of
 from jfi.serving.schema import Field, Limits, Schema
@@ -87,12 +88,12 @@ def main() -> int:
     weight, rows = collection.embeddings["item"].weight, []
     with tempfile.TemporaryDirectory() as name:
         folder, seconds = Path(name) / "versions", {"write_s": [], "read_s": [], "apply_s": []}
-        publisher = Publisher(folder, model, schema, Limits(1000, 200))
+        publisher = Publisher(folder, Export(model, schema, Limits(1000, 200)))
         begin = time.perf_counter()
         publisher.publish()
         whole = {"write_s": time.perf_counter() - begin, "bytes": size(path_of(folder, 1))}
         chain = VersionChain(folder, Scorer)
-        scorer = chain.take_scorer()
+        scorer = chain.start()
         for _ in range(options.deltas):
             changed = torch.randperm(options.rows)[: int(options.rows * CHANGED)]
             with torch.no_grad():

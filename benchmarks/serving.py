@@ -32,7 +32,7 @@ from benchmarks.http_client import Client
 from benchmarks.run import Rates
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import KeyBias, SequenceFeatureConfig
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer, batch_inputs
 from jfi.serving.server.body import parse
@@ -117,7 +117,7 @@ def synthetic(path: Path, items: int, device: str, tables: str, shape: Shape, li
         user_id="user_id",
         item_id="item",
     )
-    export(path, model, schema, Limits(shape.candidates, shape.history), device=device, tables=tables)
+    Export(model, schema, Limits(shape.candidates, shape.history), device=device, tables=tables).write(path)
 
 
 def tables_of(scorer: Scorer) -> dict:

@@ -27,7 +27,7 @@ from jfi import SemanticIDEmbedding
 from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import KeyBias, SequenceFeatureConfig
 from jfi.semantic_ids import DiscretePCA
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer
 
@@ -124,7 +124,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model, schema, values = model_of(way, options)
             path, start = Path(folder) / "artifact", time.perf_counter()
-            export(path, model, schema, longest, device=options.device, tables=options.tables)
+            Export(model, schema, longest, device=options.device, tables=options.tables).write(path)
             exported = time.perf_counter() - start
             del model
             megabytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e6

@@ -164,7 +164,7 @@ class Loop:
         start = time.monotonic()
         while True:
             health = self._served.ask("/health")
-            if (health["place"] or {}).get("part", "") >= name:
+            if (health["log_position"] or {}).get("part", "") >= name:
                 answer = self._served.ask("/score", request(row))
                 if answer["version"] >= health["version"]:
                     return time.monotonic() - start

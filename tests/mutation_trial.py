@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -243,9 +244,9 @@ def run(mutants: list[Mutant | None], choice: Choice, options: argparse.Namespac
 
 
 def _failed(log: str) -> str:
-    """The test that failed."""
-    found = [line for line in log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return found[0].split(" ", 1)[1].split(" - ")[0] if found else ""
+    """The test that failed; a log line of level ERROR has more than one space behind it."""
+    found = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", log, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def find_again(records: list[dict]) -> list[Mutant]:

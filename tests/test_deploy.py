@@ -52,7 +52,7 @@ def test_the_commands_are_known_and_get_the_time_that_a_stop_may_take(name):
 
 
 def test_the_probes_are_paths_of_the_server():
-    server, live = map(pytest.importorskip, ("jfi.serving.server.app", "jfi.serving.server.hot_swap"))
+    server, live = map(pytest.importorskip, ("jfi.serving.server.app", "jfi.serving.server.live"))
     known = {
         resource.canonical for resource in server.make_app(SimpleNamespace(state=None), max_batch=1).router.resources()
     }

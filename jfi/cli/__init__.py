@@ -1,7 +1,6 @@
 """The `jfi` command. Its parser is here, without torch and other packages whose import takes seconds."""
 
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -86,8 +85,6 @@ def _parse(arguments: Sequence[str]) -> list[tuple[str, tuple]]:
 
 
 def _module(name: str) -> ModuleType:
-    if name == "serve":  # a hangup waits until it can be handled
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     return import_module(f"jfi.cli.{COMMANDS[name][0]}")
 
 

@@ -5,7 +5,8 @@ import argparse
 import torch
 
 from jfi.serving.dataset_schema import schema_of_model
-from jfi.serving.export import export
+from jfi.serving.export import Export
+from jfi.serving.publish import publish_artifact
 from jfi.serving.schema import Limits, Schema
 from jfi.training import ConfigError
 from jfi.training.run.run_folder import RunFolder
@@ -16,7 +17,7 @@ def main(options: argparse.Namespace) -> None:
     """Exports a run."""
     out = options.out or options.run / "artifact"
     # Check the options before loading the run, which takes seconds.
-    if out.exists():
+    if options.publish is None and out.exists():
         raise ConfigError(f"--out {out}: exists already; name a new folder")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no GPU here")
@@ -28,8 +29,7 @@ def main(options: argparse.Namespace) -> None:
     own = [run.calibration.get(label.name, {"a": 1.0, "b": 0.0}) for label in run.schema.labels]
     calibration = [(one["a"], one["b"]) for one in own] if run.calibration else None
     try:
-        sha256 = export(
-            out,
+        made = Export(
             run.model,
             schema,
             limits,
@@ -41,9 +41,15 @@ def main(options: argparse.Namespace) -> None:
             run=options.run.resolve().name,
             trained=RunFolder(options.run).read_versions(),
         )
+        if options.publish is None:
+            sha256 = made.write(out)
+            print(f"wrote {out} ({options.tables} tables, for {options.device})")
+        else:
+            version = publish_artifact(options.publish, made)
+            sha256 = version.manifest.base
+            print(f"published version {version.number}: {version.path} ({options.tables} tables, for {options.device})")
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    print(f"wrote {out} ({options.tables} tables, for {options.device})")
     print(f"sha256 {sha256}")
     if schema.statistics is not None:
         print(f"data.statistics are read from a state of users: jfi state load --run {options.run} --state FOLDER")

@@ -29,13 +29,12 @@ _EXPORT = """Exports a trained run as an artifact, which `jfi serve` serves.
 
 jfi export --run runs/20250101-120000
 jfi export --run runs/20250101-120000 --out artifacts/clicks --tables int8 --device cuda
+jfi export --run runs/20250101-120000 --publish versions  # which `jfi serve --follow versions` serves from then on
 """
-_SERVE = """Serves an artifact of `jfi export`, or the versions that a trainer publishes, over HTTP.
+_SERVE = """Serves an artifact over HTTP, or the newest of the versions that `jfi export --publish` or a trainer writes.
 
 jfi serve --artifact ARTIFACT --port 8000
 jfi serve --follow RUN/published --port 8000
-
-On SIGHUP the server loads the artifact's folder again, without interrupting requests.
 
 An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
 to the folder, --sha256 refuses any that does not have the SHA-256 that `jfi export` has printed.
@@ -208,7 +207,10 @@ def export() -> OptionParser:
     """Returns the options of `jfi export`."""
     parser = _parser("export", _EXPORT)
     parser.add_argument("--run", type=Path, required=True, help="folder of a run of `jfi train`")
-    parser.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
+    out = parser.add_mutually_exclusive_group()
+    out.add_argument("--out", type=Path, help="folder to write, must not exist (default: RUN/artifact)")
+    versions = "folder of versions to add the artifact to, for `jfi serve --follow`"
+    out.add_argument("--publish", type=Path, metavar="FOLDER", help=versions)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to serve on")
     formats = ["float32", "int8"]
     parser.add_argument("--tables", choices=formats, default="float32", help="format of the embedding tables")
@@ -222,11 +224,11 @@ def serve() -> OptionParser:
     parser = _parser("serve", _SERVE)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--artifact", type=Path, help="folder written by `jfi export`")
-    follow = "folder of published versions of a model that trains; new ones are applied as they appear"
+    follow = "folder of published versions; newer ones are served as they appear, without a restart"
     model.add_argument("--follow", type=Path, metavar="FOLDER", help=follow)
-    at = "with --follow: serve this version and no later one, to go back to it (default: the newest)"
+    at = "with --follow: serve this version and no later one, to roll back (default: the newest)"
     parser.add_argument("--at", type=at_least_one, metavar="VERSION", help=at)
-    sums = "SHA-256 that `jfi export` has printed, or a file of them, one a line, read at each swap; others are refused"
+    sums = "SHA-256 that `jfi export` has printed, or a file of them, one a line; artifacts with another are refused"
     parser.add_argument("--sha256", metavar="HEX|FILE", help=sums)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for a free one")

@@ -8,8 +8,6 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,30 +18,18 @@ from jfi.state.stores import Store, open_store
 from jfi.utils.errors import InputError
 from jfi.utils.files import reading_file
 
-
-@contextmanager
-def handling_hangups(handle: Callable[[], object]) -> Iterator[None]:
-    """Handles SIGHUP within the block, and one that came while the process began; after it, it waits for ever."""
-    signal.signal(signal.SIGHUP, lambda *_: handle())
-    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 _SHA256 = r"[0-9a-fA-F]{64}"
 
 
-def load_artifact(options: argparse.Namespace, store: Store | None = None, path: Path | None = None) -> Scorer:
-    """Loads an artifact of `path`, or that of --artifact now; a link to it may point elsewhere later."""
+def load_artifact(options: argparse.Namespace, store: Store | None, path: Path) -> Scorer:
+    """Loads an artifact."""
     limits = options.tables_device, options.max_candidates, options.max_history
     state = None
     if store is not None:
         cold = options.if_state_fails == "cold"
         state = StateSettings(store, cold, options.late_seconds, options.max_events)
     sums = known_sums(options.sha256)
-    return Scorer(path or options.artifact.resolve(), *limits, output=options.output, sha256=sums, state=state)
+    return Scorer(path, *limits, output=options.output, sha256=sums, state=state)
 
 
 def open_state(options: argparse.Namespace) -> Store | None:
@@ -74,7 +60,7 @@ def known_sums(given: str | None) -> set[str] | None:
 
 def most_connections(wanted: int) -> int:
     """Returns how many connections, at most `wanted`, leave file descriptors to the rest of the process."""
-    own = 256  # the model, the state, what is loaded in a swap, and connections that are just accepted
+    own = 256  # the model, the state, versions that are loaded, and connections that are just accepted
     soft, hard = (
         sys.maxsize if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
@@ -84,12 +70,11 @@ def most_connections(wanted: int) -> int:
     return min(wanted, max(soft - own, soft // 4))
 
 
-def serve(options: argparse.Namespace, limits: dict) -> None:
-    from aiohttp import web
+def serve(options: argparse.Namespace) -> None:
     from prometheus_client import disable_created_metrics
 
-    from jfi.serving.server.app import LIVE, make_app, once_a_minute, run, without_traceback
-    from jfi.serving.server.follow import open_follower
+    from jfi.serving.server.app import make_app, once_a_minute, run, without_traceback
+    from jfi.serving.server.follow import Follower
 
     disable_created_metrics()  # the time of a counter's first value, a sample more for each
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -98,28 +83,21 @@ def serve(options: argparse.Namespace, limits: dict) -> None:
     if options.log_requests:
         logging.getLogger("jfi.serving").setLevel(logging.INFO)
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
-    more = {"bodies": options.bodies, "body_seconds": options.body_seconds, "deadline": options.deadline_ms / 1e3}
-    more["connections"] = most_connections(options.connections)
-    load, swaps = partial(load_artifact, options, open_state(options)), set()
+    load, follower = partial(load_artifact, options, open_state(options)), None
     if options.follow is not None:
-        follower = open_follower(options.follow, lambda path: load(path=path), options.tables_device, options.at)
-        app = make_app(follower.first(), **limits, **more, follower=follower)
-    else:
-        app = make_app(load(), **limits, **more, load=load)
-
-    def swap() -> None:
-        if options.follow is not None:
-            return  # the folder is looked at anyway
-        swaps.add(task := asyncio.ensure_future(app[LIVE].swap()))
-        task.add_done_callback(swaps.discard)
-
-    async def swapping(_: web.Application):
-        with handling_hangups(partial(asyncio.get_running_loop().call_soon_threadsafe, swap)):
-            yield
-        for task in swaps:
-            task.cancel()
-
-    app.cleanup_ctx.append(swapping)
+        follower = Follower(options.follow, load, options.tables_device, options.at)
+    app = make_app(
+        load(options.artifact) if follower is None else follower.start(),
+        max_batch=options.max_batch,
+        max_wait=options.max_wait_ms / 1e3,
+        queue=options.queue,
+        max_body=options.max_body_mb * 2**20,
+        bodies=options.bodies,
+        connections=most_connections(options.connections),
+        body_seconds=options.body_seconds,
+        deadline=options.deadline_ms / 1e3,
+        follower=follower,
+    )
 
     async def run_until_signal() -> None:
         stop = asyncio.Event()
@@ -140,12 +118,8 @@ def main(options: argparse.Namespace) -> None:
         raise InputError(f"jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'")
     if options.at is not None and options.follow is None:
         raise InputError("--at is a version of --follow FOLDER")
-    limits = {
-        "max_batch": options.max_batch,
-        "max_wait": options.max_wait_ms / 1e3,
-        "queue": options.queue,
-        "max_body": options.max_body_mb * 2**20,
-    }
+    if options.follow is not None and not options.follow.is_dir():
+        raise ArtifactError(f"--follow {options.follow}: no such folder")
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.
     gc.set_threshold(100_000)
-    serve(options, limits)
+    serve(options)

@@ -143,8 +143,8 @@ class Follower(Steps):
         line |= {"late_seconds": self._reading.late_seconds, **asdict(counts), "step": self.progress.step}
         line |= {"begin": rows.oldest, "end": rows.newest} if np.isfinite(rows.newest) else {}
         line |= {name: value if np.isfinite(value) else None for name, value in metrics.items()}
-        if failures := getattr(self.hook, "failures", 0):
-            line["publish_failures"] = failures
+        attempts = {f"publish_{name}": getattr(self.hook, name, 0) for name in ("failures", "held_back")}
+        line |= {name: count for name, count in attempts.items() if count}
         line |= {SPEED: round(speed, 1)}
         for one in (*closed, line):
             self.lines.append(one)

@@ -30,7 +30,8 @@ def draw_windows(log: Path, open_windows: Sequence[dict], path: Path) -> bool:
     """
     lines = [json.loads(line) for line in log.read_bytes().splitlines()]
     lines = [line for line in (*lines, *open_windows) if line.get("window") in _STYLES and line["rows"]]
-    names = list(dict.fromkeys(name for line in lines for name in line if name.split("_")[0] in _TITLES))
+    known = (name for line in lines for name, value in line.items() if value is not None)
+    names = list(dict.fromkeys(name for name in known if name.split("_")[0] in _TITLES))
     if not names:
         return False
     figure = Figure(figsize=(11, 3.2 * len(names)), layout="constrained")

@@ -60,7 +60,7 @@ class Windows:
             number = np.zeros(len(time), np.int64) if math.isinf(seconds) else (time // seconds).astype(np.int64)
             number = np.maximum(number, int(self.state["number"][place]))
             for own in np.unique(number).tolist():
-                if self._is_open(place) and own != int(self.state["number"][place]):
+                if int(self.state["number"][place]) not in (own, _NONE):
                     closed.append(self.metrics(kind))
                     self.state["bins"][place].zero_()
                     self.state["sums"][place].zero_()
@@ -84,16 +84,12 @@ class Windows:
         for number, label in enumerate(self._labels):
             ending = f"_{label.name}" if len(self._labels) > 1 else ""
             loss, total, rows = self.state["sums"][place, number].tolist()
-            if not rows:
-                continue
+            loss, total = (loss / rows, total / rows) if rows else (math.nan, math.nan)
             if label.task == "regression":
-                yield f"rmse{ending}", math.sqrt(loss / rows)
+                yield f"rmse{ending}", math.sqrt(loss)
                 continue
-            yield f"ne{ending}", normalized_entropy(loss / rows, total / rows)
+            yield f"ne{ending}", normalized_entropy(loss, total)
             yield f"auc{ending}", _auc(*self.state["bins"][place, number].double())
-
-    def _is_open(self, place: int) -> bool:
-        return int(self.state["number"][place]) != _NONE
 
     def _count(self, place: int, logits: Tensor, labels: Tensor) -> None:
         for number, label in enumerate(self._labels):

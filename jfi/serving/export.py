@@ -8,7 +8,6 @@ import warnings
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -43,24 +42,10 @@ _OPTIONS = {
 }
 
 
-def export(
-    path: Path,
-    model: SequenceDLRM,
-    schema: Schema,
-    limits: Limits,
-    *,
-    device: str = "cpu",
-    tables: str = FLOAT,
-    impl: str | None = None,
-    policy: Policy | None = None,
-    calibration: list[tuple[float, float]] | None = None,
-    run: str | None = None,
-    trained: dict[str, str | None] | None = None,
-) -> str:
-    """Writes the artifact `path`, completely or not at all.
+class Export:
+    """A model and what an artifact says of it, before it is compiled; `write` writes the artifact.
 
     Args:
-        path: a folder that does not exist.
         model: a trained model.
         schema: of requests; the keys of its fields are those of the model.
         limits: the defaults of the server's limits.
@@ -72,23 +57,13 @@ def export(
         run: name of the model's run, which the server says, or None.
         trained: versions that the run has recorded, which the server says, or None.
 
-    Returns:
-        The artifact's SHA-256, by which a server can know it again.
-
     Raises:
-        ArtifactError: the device is missing, or there is no C++ compiler.
-        FileExistsError: `path` exists.
+        ArtifactError: the device is missing.
         ValueError: a model that cannot be served.
-    """
-    named = {"calibration": calibration, "run": run, "trained": trained}
-    return Export(model, schema, limits, device, tables, impl, policy, named).write(path)
 
+    Example::
 
-class Export:
-    """A model and what an artifact says of it, before it is compiled; the arguments are those of `export`.
-
-    Args:
-        named: further fields of artifact.json.
+        sha256 = Export(model, schema, Limits(1000, 200)).write(Path("artifact"))
     """
 
     def __init__(
@@ -96,11 +71,14 @@ class Export:
         model: SequenceDLRM,
         schema: Schema,
         limits: Limits,
-        device: str,
-        tables: str,
-        impl: str | None,
-        policy: Policy | None,
-        named: dict[str, Any],
+        *,
+        device: str = "cpu",
+        tables: str = FLOAT,
+        impl: str | None = None,
+        policy: Policy | None = None,
+        calibration: list[tuple[float, float]] | None = None,
+        run: str | None = None,
+        trained: dict[str, str | None] | None = None,
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ArtifactError("device is cuda, but there is no GPU here; export with --device cpu")
@@ -108,7 +86,7 @@ class Export:
             RequestPolicy(policy, schema.policy)  # refuses what it cannot serve
         user_keys = [key for one in schema.user for key in one.keys]
         self._make = partial(ScoringModel, model, user_keys, impl or ("triton" if device == "cuda" else "torch"))
-        self._device, self._schema, self._policy = device, schema, policy
+        self.model, self._device, self._schema, self._policy = model, device, schema, policy
         scoring = self.scoring()
         inputs = inputs_of(scoring)
         _check_weights(scoring, policy)
@@ -133,7 +111,9 @@ class Export:
             inputs=inputs,
             limits=limits,
             schema=dataclasses.replace(schema, vocabularies={}),
-            **named,
+            calibration=calibration,
+            run=run,
+            trained=trained,
         )
 
     def growing_ids(self) -> dict[str, Tensor]:
@@ -146,7 +126,16 @@ class Export:
         return self._make().to(self._device)
 
     def write(self, path: Path, traced: tuple[ExportedProgram, str] | None = None) -> str:
-        """Writes the artifact with the parameters as they are now, or were in `program()`; returns its SHA-256."""
+        """Writes the artifact, complete or not at all, with the parameters as they are now; returns its SHA-256.
+
+        Args:
+            path: a folder that does not exist.
+            traced: what `program()` has returned, with the parameters as they were then; None traces the dense part.
+
+        Raises:
+            ArtifactError: there is no C++ compiler.
+            FileExistsError: `path` exists.
+        """
         with writing_folder(path) as folder:
             program, shapes = traced or self.program()
             write_package(program, folder / artifact.MODEL, {artifact.SHAPES: shapes})

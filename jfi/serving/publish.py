@@ -4,24 +4,24 @@ A version takes the training loop the time to gather the changed rows and to wri
 once: its parameters are constants that a server replaces by name.
 """
 
+import dataclasses
 import hashlib
 import logging
 import math
-import shutil
 import time
-import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from jfi.history_policies.policy import Policy
+from jfi.data.io.table import SourceRows
+from jfi.data.schema.rules import parse_rule
 from jfi.models import SequenceDLRM
 from jfi.modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from jfi.serving import artifact
@@ -29,36 +29,52 @@ from jfi.serving.export import Export
 from jfi.serving.published import (
     ARTIFACT,
     CONSTANTS,
-    FORMAT,
-    MANIFEST,
     ROWS,
     TABLES,
-    Manifest,
     PublishedError,
     Version,
+    VersionFolder,
     numbers,
-    path_of,
     read_version,
 )
-from jfi.serving.schema import Limits, Schema
 from jfi.serving.tables import FLOAT, write_tensors
 from jfi.tables.changed_rows import ChangedRows
-from jfi.utils import files
-from jfi.utils.files import SUMS, read_sums, sha256_of, temporary_folder, write_file, write_sums, writing_folder
-from jfi.utils.json_files import read_json
+from jfi.utils.errors import InputError
+from jfi.utils.files import sha256_of, temporary_folder
 
 _log = logging.getLogger(__name__)
 _FUSED = FusedEmbeddingCollection | FusedEmbeddingBagCollection
-#: Fields of artifact.json that may differ between models of one compiled part.
-_OWN = ("exported", "run", "trained")
-#: Begins the names of folders that are being removed.
-_REMOVED = ".removed-"
 #: Least and most seconds between two attempts to publish while the storage fails.
 _RETRY, _LAST_RETRY = 1.0, 600.0
 
 
-class LockedFolderError(ValueError):
-    """Another publisher writes the folder."""
+def publish_artifact(folder: Path, export: Export) -> Version:
+    """Writes a whole version, which begins a chain; older versions stay.
+
+    Raises:
+        PublishedError: another process writes the folder, such as a trainer.
+    """
+    versions = VersionFolder(folder)
+    try:
+        traced = export.program()
+        return _write_artifact(versions, export, traced, _fingerprint(export, traced[0]))
+    finally:
+        versions.close()
+
+
+def _write_artifact(
+    versions: VersionFolder,
+    export: Export,
+    traced: tuple[ExportedProgram, str],
+    fingerprint: str,
+    log_position: object = None,
+) -> Version:
+    def fill(path: Path) -> dict[str, Any]:
+        constants = {name: (_dtype(one), list(one.shape)) for name, one in _constants(export).items()}
+        base = export.write(path / ARTIFACT, traced)
+        return {"kind": "artifact", "base": base, "constants": constants, "program": fingerprint}
+
+    return versions.write(fill, None, log_position=log_position)
 
 
 class Publisher:
@@ -73,36 +89,29 @@ class Publisher:
 
     Args:
         folder: of the versions.
-        model: whose collections are fused ones.
-        schema, limits, device, policy, run, trained: as of `jfi.serving.export.export`. Tables are float32.
+        export: of a model whose collections are fused ones, with float32 tables.
         compact_every: deltas after which a snapshot is written, so that a server that starts reads few versions.
         compact_ratio: a snapshot comes sooner if the deltas since the last one have so many times its bytes.
         keep: whole versions that stay; what is older than these is removed, but for their base.
 
     Raises:
-        ValueError: a model that cannot be published, by what it has; as LockedFolderError one whose folder
-            another publisher writes.
+        PublishedError: another process writes the folder.
+        ValueError: a model that cannot be published, by what it has.
 
     Example::
 
-        publisher = Publisher(Path("published"), model, schema, Limits(1000, 200))
+        publisher = Publisher(Path("published"), Export(model, schema, Limits(1000, 200)))
         for number, batch in enumerate(batches):
             train(model, batch)
             if number % 100 == 0:
-                publisher.publish(place={"batch": number})
+                publisher.publish(log_position={"batch": number})
     """
 
     def __init__(
         self,
         folder: Path,
-        model: SequenceDLRM,
-        schema: Schema,
-        limits: Limits,
+        export: Export,
         *,
-        device: str = "cpu",
-        policy: Policy | None = None,
-        run: str | None = None,
-        trained: dict[str, str | None] | None = None,
         compact_every: int = 100,
         compact_ratio: float = 1.0,
         keep: int = 2,
@@ -110,109 +119,85 @@ class Publisher:
         for name, count in (("compact_every", compact_every), ("keep", keep)):
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
-        self._changed = _changed_rows(model)
-        named = {"calibration": None, "run": run, "trained": trained}  # that of a run ends when it follows a log
-        self._export = Export(model, schema, limits, device, FLOAT, None, policy, named)
-        self._folder = folder
+        if (tables := export.info.quantization) != FLOAT:
+            raise ValueError(f"tables must be {FLOAT} to publish changes of them, got {tables}")
+        self._export, self._changed = export, _changed_rows(export.model)
         self._compact_every, self._compact_ratio, self._keep = compact_every, compact_ratio, keep
         #: By growing table the raw ids of its rows, as the last version has them.
         self._ids: dict[str, Tensor] = {}
-        #: The last version of this publisher, and that of the artifact which it needs.
-        self._last: Version | None = None
+        #: The version of the artifact that the last one of this publisher needs.
         self._base: Version | None = None
         self._deltas = self._delta_bytes = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        held, what = ExitStack(), "publishes to this folder; each run needs one of its own"
-        held.enter_context(files.locking(folder / files.LOCK, lambda by: LockedFolderError(f"{folder}: {by} {what}")))
-        #: Releases the lock.
-        self.close = weakref.finalize(self, held.close)
+        self._versions = VersionFolder(folder)
+        self.close = self._versions.close
 
-    def publish(self, place: object = None, whole: bool = False) -> int:
+    def publish(self, log_position: object = None, whole: bool = False) -> int:
         """Writes a version, complete or not at all; returns its number.
 
         Args:
-            place: in the log, which servers say; anything that JSON can hold.
+            log_position: which servers say; anything that JSON can hold.
             whole: writes a snapshot, or an artifact as the first version.
         """
         taken = {name: changed.take(name) for name, changed in self._changed.items()}
-        whole = whole or self._last is None
+        whole = whole or self._versions.last is None
         try:
             ids = self._export.growing_ids()
             if whole:
-                self._write_whole(place)
+                self._write_whole(log_position)
             else:
-                self._write_delta(place, taken, ids)
+                self._write_delta(log_position, taken, ids)
         except BaseException:
             for name, rows in taken.items():
                 self._changed[name].put_back(name, rows)
             if whole:
-                self._last = None  # the next version is a whole one again
+                self._versions.last = None  # the next version is a whole one again
             raise
         self._ids = ids
         if self._deltas >= self._compact_every or self._delta_bytes > self._compact_ratio * self._whole_bytes():
-            self._write_snapshot(place, before=self._last.name)
+            self._write_snapshot(log_position, self._versions.last)
             whole = True
         if whole:
-            self._remove_old()
-        return self._last.number
+            self._versions.remove_old(self._keep)
+        return self._versions.last.number
 
     def _whole_bytes(self) -> int:
         """Returns the bytes of the numbers of a snapshot."""
         constants = sum(math.prod(shape) for _, shape in self._base.manifest.constants.values())
         return 4 * (constants + sum(weight.numel() for weight in self._export.weights.values()))
 
-    def _write_whole(self, place: object) -> None:
+    def _write_whole(self, log_position: object) -> None:
         if self._base is None:
             traced = self._export.program()
-            fingerprint = _fingerprint(traced[0])
+            fingerprint = _fingerprint(self._export, traced[0])
             self._base = self._known_base(fingerprint)
         if self._base is not None:
-            self._write_snapshot(place, before=None)
+            self._write_snapshot(log_position, None)
             return
-
-        def fill(path: Path) -> dict[str, Any]:
-            constants = {name: (_dtype(one), list(one.shape)) for name, one in self._constants().items()}
-            base = self._export.write(path / ARTIFACT, traced)
-            return {"kind": "artifact", "base": base, "constants": constants, "program": fingerprint}
-
-        self._base = self._write(place, None, fill)
+        self._base = _write_artifact(self._versions, self._export, traced, fingerprint, log_position)
         self._deltas = self._delta_bytes = 0
 
-    def _known_base(self, program: str) -> Version | None:
+    def _known_base(self, fingerprint: str) -> Version | None:
         """Returns the newest version whose artifact differs from this model's in numbers alone; None without one."""
-        for number in reversed(numbers(self._folder)):
+        for number in reversed(numbers(self._versions.path)):
             try:
-                version = read_version(self._folder, number)
-                if version.manifest.program != program:
-                    continue
-                path = version.path / ARTIFACT
-                artifact.read(path)  # verifies it
-                kept = read_sums(path)
+                version = read_version(self._versions.path, number)
+                if version.manifest.program == fingerprint:
+                    artifact.read(version.path / ARTIFACT, [version.manifest.base])  # verifies it
+                    return version
             except (PublishedError, artifact.ArtifactError):
                 continue
-            if artifact.sha256_of(path) != version.manifest.base:
-                continue
-            with temporary_folder("jfi-publish-") as own:
-                self._export.write_data(own)
-                changing = {artifact.MODEL, artifact.TABLES, artifact.INFO}
-                found = {one.name: sha256_of(one) for one in own.iterdir() if one.name not in changing}
-                here = read_json(own / artifact.INFO, dict)
-            there = read_json(path / artifact.INFO, dict)
-            same = all(here[name] == there.get(name) for name in here if name not in _OWN)
-            if same and found == {name: one for name, one in kept.items() if name not in changing}:
-                return version
         return None
 
-    def _write_snapshot(self, place: object, before: str | None) -> None:
+    def _write_snapshot(self, log_position: object, parent: Version | None) -> None:
         def fill(path: Path) -> dict[str, Any]:
             self._export.save_tables(path / TABLES)
-            _save(path / CONSTANTS, self._constants())
+            _save(path / CONSTANTS, _constants(self._export))
             return {"kind": "snapshot"}
 
-        self._write(place, before, fill)
+        self._versions.write(fill, self._base, parent, log_position)
         self._deltas = self._delta_bytes = 0
 
-    def _write_delta(self, place: object, taken: dict[str, Tensor], ids: dict[str, Tensor]) -> None:
+    def _write_delta(self, log_position: object, taken: dict[str, Tensor], ids: dict[str, Tensor]) -> None:
         tensors = {}
         for name, weight in self._export.weights.items():
             rows = taken[name].to(weight.device)
@@ -225,78 +210,36 @@ class Publisher:
 
         def fill(path: Path) -> dict[str, Any]:
             _save(path / ROWS, tensors)
-            _save(path / CONSTANTS, self._constants())
+            _save(path / CONSTANTS, _constants(self._export))
             return {"kind": "delta"}
 
-        version = self._write(place, self._last.name, fill)
+        version = self._versions.write(fill, self._base, self._versions.last, log_position)
         self._deltas += 1
         self._delta_bytes += sum(one.stat().st_size for one in version.path.iterdir())
-
-    def _constants(self) -> dict[str, Tensor]:
-        """Returns the constants of the dense part by name, as they are now."""
-        scoring = self._export.scoring()
-        named = (*scoring.named_parameters(remove_duplicate=False), *scoring.named_buffers(remove_duplicate=False))
-        return {name: value.detach() for name, value in named}
-
-    def _write(self, place: object, before: str | None, fill: Callable[[Path], dict[str, Any]]) -> Version:
-        """Writes the next version; `fill` writes its files and returns what the manifest says of them."""
-        number = max(numbers(self._folder), default=0) + 1
-        path, version = path_of(self._folder, number), None
-        try:
-            with writing_folder(path) as unfinished:
-                about = fill(unfinished)
-                base = {} if self._base is None else {"base": self._base.manifest.base}
-                base["base_version"] = number if self._base is None else self._base.number
-                manifest = Manifest(FORMAT, number, before=before, time=time.time(), place=place, **base, **about)
-                write_file(unfinished / MANIFEST, msgspec.json.encode(manifest))
-                sums = {one.name: sha256_of(one) for one in unfinished.iterdir() if one.is_file()}
-                write_sums(unfinished, sums)
-                version = Version(path, sha256_of(unfinished / SUMS), manifest, sums)
-        finally:
-            # Servers see a folder that has its name, whatever fails then.
-            if version is not None and path.exists():
-                self._last = version
-        return version
-
-    def _remove_old(self) -> None:
-        """Removes versions that no server needs any more, and what a killed process has left of them."""
-        for path in self._folder.glob(f"{_REMOVED}*"):
-            shutil.rmtree(path)
-        found = numbers(self._folder)
-        whole = []
-        for number in reversed(found):
-            try:
-                version = read_version(self._folder, number)
-            except PublishedError:
-                continue
-            if version.manifest.kind != "delta":
-                whole.append(version)
-            if len(whole) == self._keep:
-                break
-        needed = {one.manifest.base_version for one in whole}
-        for number in found:
-            if number < whole[-1].number and number not in needed:
-                removed = self._folder / f"{_REMOVED}{number}"
-                path_of(self._folder, number).rename(removed)  # at once, for those who read
-                shutil.rmtree(removed)
 
 
 class PublishHook:
     """Publishes every so many seconds, in a training loop that calls it once a step and once a part of the log.
 
-    A part that takes less time is published at its end alone. Where the storage fails, training goes on, and the next
-    attempt waits twice as long as the last one, at most ten minutes; only `close` raises the error.
+    A part that takes less time is published at its end alone. No failure ends the loop: the next attempt waits twice as
+    long as the last one, at most ten minutes, and has all changes since the last version. Only `close` raises.
 
     Args:
         publisher: writes the versions.
         seconds: between the ends of two versions.
-        place: in the log at which the loop begins.
+        log_position: at which the loop begins.
         clock: gives the seconds.
+        publish_if: a rule on `scores`, such as `auc >= .7 or rows < 1000`; while it does not hold, or has a score
+            without a value, nothing is published. None publishes always, as there is none without rows.
+        scores: returns the newest scores of the model by name, and their `rows`.
+
+    Raises:
+        InputError: `publish_if` is not a rule, or reads what is not in `scores`.
 
     Example:
         >>> class Counting:
-        ...     def publish(self, place=None):
-        ...         print("published at", place)
+        ...     def publish(self, log_position=None):
+        ...         print("published at", log_position)
         >>> now = [0.0]
         >>> hook = PublishHook(Counting(), 10.0, clock=lambda: now[0])
         >>> for now[0] in (4.0, 11.0, 14.0):
@@ -312,17 +255,33 @@ class PublishHook:
         self,
         publisher: Publisher,
         seconds: float,
-        place: object = None,
+        log_position: object = None,
         clock: Callable[[], float] = time.monotonic,
+        publish_if: str | None = None,
+        scores: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         if not seconds >= 0:
             raise ValueError(f"seconds must be at least 0, got {seconds}")
         self._publisher, self._seconds, self._clock = publisher, seconds, clock
-        self._place = place
+        self._rule, self._scores = None if publish_if is None else parse_rule(publish_if), scores
+        known = [name for name, value in scores().items() if not isinstance(value, str)]
+        for name in [] if self._rule is None else self._rule.columns:
+            if name not in known:
+                raise InputError(f"training.publish_if: '{publish_if}' reads '{name}', must be of {', '.join(known)}")
+        self._log_position, self._reason = log_position, ""
         #: Times of the last version, and of the first change since; None without one.
         self._last, self._changed = clock(), None
-        #: Attempts since the last version that have failed, and the time of the next one.
-        self.failures, self._next = 0, -math.inf
+        #: Attempts since the last version that have failed or were held back, and the time of the next one.
+        self.failures, self.held_back, self._next = 0, 0, -math.inf
+
+    def begin(self) -> int | None:
+        """Publishes what training begins with; returns the number of the version, None if it could not be written.
+
+        Raises:
+            InputError: it cannot be published, as without a C++ compiler.
+        """
+        self._change()
+        return self._try((OSError,))
 
     def after_step(self) -> None:
         """Publishes if the oldest change has waited so long."""
@@ -330,9 +289,9 @@ class PublishHook:
         if self._clock() - self._changed >= self._seconds:
             self._try()
 
-    def after_part(self, place: object) -> None:
-        """Takes a part's end as the place in the log, and publishes if the last version is so old."""
-        self._place = place
+    def after_part(self, log_position: object) -> None:
+        """Takes the end of a part as the position in the log, and publishes if the last version is so old."""
+        self._log_position = log_position
         self._change()
         self.while_waiting()
 
@@ -342,22 +301,46 @@ class PublishHook:
             self._try()
 
     def close(self) -> None:
-        """Publishes the changes since the last version, if there are any."""
-        if self._changed is not None:
-            self._publisher.publish(place=self._place)
-            self._last, self._changed, self.failures = self._clock(), None, 0
+        """Publishes the changes since the last version, if there are any.
 
-    def _try(self) -> None:
-        if self._clock() < self._next:
-            return
+        Raises:
+            OSError: the storage fails.
+        """
+        self._next = -math.inf
+        self._try(())
+
+    def _try(self, tolerated: tuple[type[Exception], ...] = (OSError, InputError)) -> int | None:
+        """Publishes, unless there is no change or it is too early; a warning says why it could not."""
+        now = self._clock()
+        if self._changed is None or now < self._next:
+            return None
+        if (reason := self._held_back_by()) != "":
+            self.held_back, self._next = self.held_back + 1, now + self._seconds
+            if reason != self._reason:
+                _log.warning("held back a version, training goes on: training.publish_if does not hold, %s", reason)
+            self._reason = reason
+            return None
         try:
-            self.close()
-        except OSError as error:
+            number = self._publisher.publish(self._log_position)
+        except tolerated as error:
             self.failures += 1
             wait = min(max(self._seconds, _RETRY) * 2 ** min(self.failures, 10), _LAST_RETRY)
             self._next = self._clock() + wait
             what = "no version could be written, %s times in a row; training goes on, next attempt in %.0f s: %s"
             _log.warning(what, self.failures, wait, error)
+            return None
+        self._last, self._changed = self._clock(), None
+        self.failures, self.held_back, self._reason = 0, 0, ""
+        return number
+
+    def _held_back_by(self) -> str:
+        """Returns the scores for which the rule does not hold; "" if it holds."""
+        if self._rule is None or not (scores := self._scores())["rows"]:
+            return ""
+        table = pa.table({name: pa.array([scores[name]], pa.float64()) for name in self._rule.columns})
+        if self._rule.holds(SourceRows("scores", table, table.column_names, int)) == 1:
+            return ""
+        return ", ".join(f"{name} {scores[name]}" for name in self._rule.columns)
 
     def _change(self) -> None:
         if self._changed is None:
@@ -381,11 +364,23 @@ def _changed_rows(model: SequenceDLRM) -> dict[str, ChangedRows]:
     return found
 
 
-def _fingerprint(program: ExportedProgram) -> str:
-    """Returns the SHA-256 of what is compiled, without the values of constants."""
+def _constants(export: Export) -> dict[str, Tensor]:
+    """Returns the constants of the dense part by name, as they are now."""
+    scoring = export.scoring()
+    named = (*scoring.named_parameters(remove_duplicate=False), *scoring.named_buffers(remove_duplicate=False))
+    return {name: value.detach() for name, value in named}
+
+
+def _fingerprint(export: Export, program: ExportedProgram) -> str:
+    """Returns the SHA-256 of an artifact without the numbers that training changes, its run and its time."""
     codes = [one.code for one in program.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
     constants = {name: (_dtype(one), list(one.shape)) for name, one in program.state_dict.items()}
-    return hashlib.sha256(repr((codes, str(program.graph_signature), sorted(constants.items()))).encode()).hexdigest()
+    info = msgspec.json.encode(dataclasses.replace(export.info, exported="", run=None, trained=None))
+    with temporary_folder("jfi-publish-") as folder:
+        export.write_data(folder)
+        data = [(one.name, sha256_of(one)) for one in folder.iterdir() if one.name != artifact.INFO]
+    parts = codes, str(program.graph_signature), sorted(constants.items()), info, sorted(data)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _dtype(tensor: Tensor) -> str:

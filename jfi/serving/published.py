@@ -1,26 +1,33 @@
-"""Published versions of a model: a folder that a trainer writes, and that servers follow.
+"""Published versions of a model: a folder that a trainer or `jfi export --publish` writes, and that servers follow.
 
 0000000001/  manifest.json, artifact/                                a whole version, compiled
 0000000002/  manifest.json, rows.safetensors, constants.safetensors  a delta to the version before
 0000000099/  manifest.json, tables.safetensors, constants.safetensors  a snapshot, whole with the base's compiled part
 
-Each version is complete or absent. SHA256SUMS in it has the checksums of its files, and its own SHA-256 names the
-version: the manifest of a delta has that of the version before, so that nothing is applied to another state than the
-one that it was made from. The base of a version is the artifact whose schema and compiled part it needs.
+Each version is complete or absent. SHA256SUMS in it has the checksums of its files, and its own SHA-256 is the
+version's digest: the manifest of a delta has that of its parent, the version before, so that nothing is applied to
+another state than the one that it was made from. A whole version without a parent begins a new chain, as of another
+run. The base of a version is the artifact whose schema and compiled part it needs.
 
 rows.safetensors      by table `TABLE.rows` [n] int64, `TABLE.values` [n, D] float32, and of a table that grows
                       `TABLE.ids` [n] int64, the raw id of each row from now on; 0 is that of a row without an owner
 constants.safetensors the parameters of the dense part, all of them
 tables.safetensors    as of an artifact
 
-Reading needs no model: jfi.serving.publish writes.
+Nothing here needs a model: jfi.serving.publish has what a version is written from.
 """
 
 import hashlib
+import shutil
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -30,10 +37,23 @@ from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.schema import Table
 from jfi.serving.tables import FloatTables, Tables, load_tables
 from jfi.utils.errors import InputError
-from jfi.utils.files import NO_FILE, SUMS, DamagedFileError, check_sum, naming, parse_sums
+from jfi.utils.files import (
+    LOCK,
+    NO_FILE,
+    SUMS,
+    DamagedFileError,
+    check_sum,
+    locking,
+    naming,
+    parse_sums,
+    sha256_of,
+    write_file,
+    write_sums,
+    writing_folder,
+)
 from jfi.utils.json_files import read_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, ROWS, CONSTANTS, TABLES, ARTIFACT = (
     "manifest.json",
     "rows.safetensors",
@@ -43,6 +63,8 @@ MANIFEST, ROWS, CONSTANTS, TABLES, ARTIFACT = (
 )
 #: Digits of a version's name.
 _DIGITS = 10
+#: Begins the names of folders that are being removed.
+_REMOVED = ".removed-"
 
 
 class PublishedError(InputError):
@@ -57,24 +79,24 @@ class Manifest:
         format: of the folder.
         version: number of the version; they count from 1.
         kind: of the version.
-        before: name of the version that it follows: a delta changes its state, a snapshot has the same state. None for
-            one that follows none.
+        parent: digest of the version that it follows: a delta changes its state, a snapshot has the same state. None
+            for one that begins a chain.
         base: SHA-256 of the artifact that it needs, as of `jfi.serving.artifact.sha256_of`.
         base_version: number of the version that has this artifact.
         time: of publishing, in seconds since 1970.
-        place: in the log that training follows, as the trainer gave it.
+        log_position: of training in the log that it follows, as the trainer gave it.
         constants: of an artifact: by name the dtype and the shape of each constant that versions bring.
-        program: of an artifact: SHA-256 of what was compiled, without the values of constants.
+        program: of an artifact: SHA-256 of what was compiled and of all data, without numbers that training changes.
     """
 
     format: int
     version: int
     kind: Literal["artifact", "delta", "snapshot"]
-    before: str | None
+    parent: str | None
     base: str
     base_version: int
     time: float
-    place: Any = None
+    log_position: Any = None
     constants: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     program: str | None = None
 
@@ -85,13 +107,13 @@ class Version:
 
     Args:
         path: its folder.
-        name: SHA-256 of its SHA256SUMS.
+        digest: SHA-256 of its SHA256SUMS.
         manifest: what it is.
         sums: SHA-256 by name of file.
     """
 
     path: Path
-    name: str
+    digest: str
     manifest: Manifest
     sums: dict[str, str]
 
@@ -167,6 +189,93 @@ def read_version(folder: Path, number: int) -> Version:
     if manifest.version != number:
         raise PublishedError(f"{path} is damaged: its manifest is of version {manifest.version}")
     return Version(path, hashlib.sha256(content).hexdigest(), manifest, sums)
+
+
+class VersionFolder:
+    """A folder of versions that is written, by one process at a time: it holds the lock until `close`, or its end.
+
+    Args:
+        path: of the folder, made if it does not exist.
+
+    Raises:
+        PublishedError: another process holds the lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        #: The version that was written last.
+        self.last: Version | None = None
+        numbers(path)  # refuses a file
+        path.mkdir(parents=True, exist_ok=True)
+        held, what = ExitStack(), "publishes to this folder; each run needs one of its own"
+        held.enter_context(locking(path / LOCK, lambda by: PublishedError(f"{path}: {by} {what}")))
+        #: Releases the lock.
+        self.close = weakref.finalize(self, held.close)
+
+    def write(
+        self,
+        fill: Callable[[Path], dict[str, Any]],
+        base: Version | None,
+        parent: Version | None = None,
+        log_position: object = None,
+    ) -> Version:
+        """Writes the next version, complete or not at all.
+
+        Args:
+            fill: writes its files and returns what the manifest says of them.
+            base: the version of its artifact; None for the version itself.
+            parent, log_position: as of the manifest.
+        """
+        number = max(numbers(self.path), default=0) + 1
+        path, version = path_of(self.path, number), None
+        try:
+            with writing_folder(path) as unfinished:
+                about = fill(unfinished)
+                of_base = {} if base is None else {"base": base.manifest.base}
+                manifest = Manifest(
+                    FORMAT,
+                    number,
+                    parent=None if parent is None else parent.digest,
+                    base_version=number if base is None else base.number,
+                    time=time.time(),
+                    log_position=log_position,
+                    **of_base,
+                    **about,
+                )
+                write_file(unfinished / MANIFEST, msgspec.json.encode(manifest))
+                sums = {one.name: sha256_of(one) for one in unfinished.iterdir() if one.is_file()}
+                write_sums(unfinished, sums)
+                version = Version(path, sha256_of(unfinished / SUMS), manifest, sums)
+        finally:
+            # Servers see a folder that has its name, whatever fails then.
+            if version is not None and path.exists():
+                self.last = version
+        return version
+
+    def remove_old(self, keep: int) -> None:
+        """Removes versions that are older than the last `keep` whole ones, but for their bases.
+
+        What a killed process has left of them goes too.
+        """
+        for path in self.path.glob(f"{_REMOVED}*"):
+            shutil.rmtree(path)
+        found = numbers(self.path)
+        whole = []
+        for number in reversed(found):
+            try:
+                version = read_version(self.path, number)
+            except PublishedError:
+                continue
+            if version.manifest.kind != "delta":
+                whole.append(version)
+            if len(whole) == keep:
+                break
+        needed = {one.manifest.base_version for one in whole}
+        for number in found:
+            if number < whole[-1].number and number not in needed:
+                removed = self.path / f"{_REMOVED}{number}"
+                path_of(self.path, number).rename(removed)  # at once, for those who read
+                shutil.rmtree(removed)
 
 
 def read_change(version: Version, base: Version, info: Info, tables_device: str | None) -> Change:

@@ -147,8 +147,8 @@ class Scorer:
         self.identity = artifact.identity(path)
         #: Number of the published version that scores, see `jfi.serving.published`; None of an artifact alone.
         self.version: int | None = None
-        #: Whether a change has begun that has not ended: it runs, or has failed.
-        self._half_applied = False
+        #: False from the begin of a change to its end: while it runs, and after one that could not be undone.
+        self.is_whole = True
         self._check(path)
 
     def _check(self, path: Path) -> None:
@@ -184,8 +184,8 @@ class Scorer:
 
         Returns:
             what makes the scorer that of the published version, in place; call it between two calls of `score`, and
-            before another change is prepared. If the rows with the largest values get scores that are not finite,
-            the scorer is as before; after another error it answers no more.
+            before another change is prepared. It scores an example with the rows that have the largest values; after
+            an error, or scores that are not finite, the scorer is as before, or answers no more: see `is_whole`.
         """
         rows_of_ids = {
             table: self.tables.rows[table].changed(rows, ids)
@@ -200,8 +200,8 @@ class Scorer:
             tables, constants = self.tables if change.tables is None else change.tables, change.constants
             before = self.version, self.tables, self._constants
             kept = {table: (rows, *self.tables.read_rows(table, rows)) for table, (rows, _, _) in own.items()}
-            self._become(change.version, tables, constants or self._constants, own)
             try:
+                self._become(change.version, tables, constants or self._constants, own)
                 self.check_scores(largest)
             except Exception:
                 self._become(*before, kept)
@@ -211,15 +211,17 @@ class Scorer:
 
     def _become(self, version: int | None, tables: Tables, constants: dict[str, Tensor] | None, rows: dict) -> None:
         """Makes the scorer that of a version, with `rows` of its tables replaced, as by FloatTables.write_rows."""
-        self._half_applied = True
-        if constants is not self._constants and constants is None:
-            self.package = self._load_package()
-        elif constants is not self._constants:  # first, since a fault of theirs is the likeliest
-            self.package.load_constants(constants, check_full_update=False)
+        self.is_whole = False
+        if constants is not self._constants:  # first, since a fault of theirs is the likeliest
+            self._constants = {}  # those of no version, until all are loaded
+            if constants is None:
+                self.package = self._load_package()
+            else:
+                self.package.load_constants(constants, check_full_update=False)
         self.tables, self._constants = tables, constants
         for table, own in rows.items():
             tables.write_rows(table, *own)
-        self.version, self._half_applied = version, False
+        self.version, self.is_whole = version, True
 
     def apply(self, change: Change) -> None:
         """Makes the scorer that of a published version, see `prepare`."""
@@ -233,7 +235,7 @@ class Scorer:
             InputError: the state of users is damaged.
             RuntimeError: a published version could not be applied whole; another scorer has to take its place.
         """
-        if self._half_applied:
+        if not self.is_whole:
             raise RuntimeError(f"a change of version {self.version} has failed; its model answers no more")
         for request in requests:
             request.version = self.version

@@ -1,6 +1,5 @@
 """The versions of a folder in the order in which a server applies them."""
 
-import copy
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jfi.serving import artifact
-from jfi.serving.artifact import ArtifactError
+from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.published import (
     ARTIFACT,
     TABLES,
@@ -28,14 +27,15 @@ from jfi.utils.files import NO_FILE
 
 @dataclass(frozen=True)
 class Step:
-    """A change of the scorer of the current version, or a new scorer, which leads to another version."""
+    """A step to another version: a change of the scorer that serves, or a new scorer."""
 
     version: Version
     base: Version
+    info: Info
     change: Change | None = None
     scorer: Scorer | None = None
 
-    def apply_to(self, scorer: Scorer) -> Scorer:
+    def apply_to(self, scorer: Scorer | None) -> Scorer:
         """Returns the scorer of the version: the one given, changed in place, or a new one."""
         if self.scorer is not None:
             return self.scorer
@@ -46,26 +46,23 @@ class Step:
 class VersionChain:
     """Follows a folder of published versions.
 
-    `next` reads and verifies a step, which the caller applies and then reports by `done`, or by `fail` if applying
-    raises. A version that is missing, damaged, or made from another state than the one here breaks the chain: the
-    current version stays until a whole one can be loaded that is newer, or that is in a folder without the current one,
-    or until one that was missing appears. After a version that failed while it was applied, the next step is a new
-    scorer, of the newest version that is reached without it.
+    `next` reads and verifies a step, which the caller applies and then reports by `done`, or by `refuse` if applying
+    raises. A version whose parent is the current one is a change of it. After a fault in a change the current version
+    stays until there is a newer whole one, or until the files of the refused one change, as while a tool still copies
+    them. The current version never gives way to an older one while its scorer is intact; after a change that was half
+    applied, and at the start, the newest whole version that works is loaded.
 
     Args:
         folder: of the versions.
         load: loads an artifact of the folder.
         tables_device: as of Scorer.
-        refused: called with the reason, once for each version that is refused.
-        stop: number of the version at which following ends, as if there were no later ones; None for no end.
-
-    Raises:
-        ArtifactError: there is no whole version that can be loaded, or `stop` cannot be reached.
+        refused: called with the reason when a version is refused.
+        at: number of the version to serve, as if there were no later ones; None for the newest.
 
     Example::
 
         chain = VersionChain(Path("published"), Scorer)
-        scorer = chain.take_scorer()
+        scorer = chain.start()
         while (step := chain.next()) is not None:
             scorer = step.apply_to(scorer)
             chain.done(step)
@@ -77,166 +74,102 @@ class VersionChain:
         load: Callable[[Path], Scorer],
         tables_device: str | None = None,
         refused: Callable[[str], object] = lambda _: None,
-        stop: int | None = None,
+        at: int | None = None,
     ) -> None:
-        self._folder, self._load, self._tables_device, self._refused = folder, load, tables_device, refused
-        self._stop = stop
-        #: Why the next version cannot be applied, or None.
-        self.broken: str | None = None
-        #: Versions that are not looked at again until another is applied or their files change, and these files: a
-        #: following one that was refused; and, when a whole one is looked for, deltas (whatever their files, hence
-        #: None), and whole ones that could not be loaded.
-        self._skipped: dict[int, frozenset | None] = {}
-        #: By name of a version that could be read, but not used, the reason: it is not used again.
-        self._unusable: dict[str, str] = {}
-        #: All reasons that were given.
-        self._said: dict[str, None] = {}
-        self._scorer = self._open().scorer
-        if stop is not None and self._at.number != stop:
-            why = self.broken or f"the newest one up to it is {self._at.number}"
-            raise ArtifactError(f"{folder} has no version {stop} that can be served: {why}")
+        self._folder, self._load, self._tables_device, self._report = folder, load, tables_device, refused
+        self._last = at
+        #: Why a newer version is not served, or None.
+        self.refused_reason: str | None = None
+        #: By number of a version, and whether it was read as a whole one or as a change, its files when it was refused
+        #: and the reason; the reason is None of one that is not whole.
+        self._refused: dict[tuple[int, bool], tuple[frozenset, str | None]] = {}
+        self._current: Version | None = None
+        #: The version of the artifact in use and its info; None without an intact scorer.
+        self._base: tuple[Version, Info] | None = None
 
-    def _open(self) -> Step:
-        """Takes the newest whole version that can be loaded, and what follows it, as the current version.
+    def start(self) -> Scorer:
+        """Returns the scorer of the newest version that works, or of `at`.
 
-        Returns:
-            the step to it, a new scorer.
+        Raises:
+            ArtifactError: there is no whole version that works, or `at` cannot be reached.
         """
-        self._base: Version | None = None
-        self._skipped, self._needs_scorer = {}, False
-        step = self._whole(self._numbers())
-        if step is None:
-            why = [*self._said, "it has none"][0]
-            raise ArtifactError(f"{self._folder} has no whole version to start from: {why}")
-        scorer = step.scorer
-        self.done(step)
-        while (step := self.next()) is not None:
+        scorer = None
+        while (step := self.next(scorer is not None and scorer.is_whole)) is not None:
             try:
                 scorer = step.apply_to(scorer)
             except Exception as error:
-                self.fail(step, error)
+                self.refuse(step, error)
             else:
                 self.done(step)
-        if self._needs_scorer:
-            raise ArtifactError(f"{self._folder} has no version that can be applied: {self.broken}")
-        return Step(self._at, self._base, scorer=scorer)
-
-    def take_scorer(self) -> Scorer:
-        """Returns the scorer of the version at the start, once: it may be large, and another may take its place."""
-        scorer = self._scorer
-        del self._scorer
+        if scorer is None or not scorer.is_whole:
+            why = self.refused_reason or "it has none"
+            raise ArtifactError(f"{self._folder} has no whole version to start from: {why}")
+        if self._last not in (None, self.manifest.version):
+            why = self.refused_reason or f"the newest one up to it is {self.manifest.version}"
+            raise ArtifactError(f"{self._folder} has no version {self._last} that can be served: {why}")
         return scorer
 
     @property
     def manifest(self) -> Manifest:
         """The manifest of the current version."""
-        return self._at.manifest
+        return self._current.manifest
 
-    def _numbers(self) -> list[int]:
-        return [number for number in numbers(self._folder) if self._stop is None or number <= self._stop]
+    def next(self, is_intact: bool = True) -> Step | None:
+        """Reads the step to the next version; None where there is none that can be used.
 
-    def next(self) -> Step | None:
-        """Reads the step to the next version; None where there is none that can be used."""
-        if self._needs_scorer:
-            return self._again()
-        found, at = self._numbers(), self._at.number
-        if at == self._stop:
-            return None
+        Args:
+            is_intact: whether there is a scorer of the current version; otherwise the step is a new one.
+        """
+        found = [number for number in numbers(self._folder) if self._last is None or number <= self._last]
+        if not is_intact:
+            self._base = None
+            return self._whole(found)
+        at = self._current.number
         newer = [number for number in found if number > at]
         if not newer:
-            if not found or found[-1] >= at:
-                return None
-            if self.broken is None:
-                self._break(f"{self._folder} ends with version {found[-1]}, older than the current {at}")
-            return self._whole(found)
-        if newer[0] != at + 1:
-            step = self._whole(newer)  # those between may have been removed
-            if step is None and self.broken is None:
-                self._break(f"{path_of(self._folder, at + 1)} is missing")
-            return step
-        files = self._files(newer[0])
-        if self._skipped.get(newer[0]) != files:
-            try:
-                return self._following(newer[0])
-            except PublishedError as fault:
-                self._break(str(fault))
-                self._skipped[newer[0]] = files
-        return self._whole(newer)
-
-    def _again(self) -> Step | None:
-        """Reads a step to a new scorer, as a chain that starts now; None where there is no whole version for it."""
-        other = copy.copy(self)  # what it goes through is not the current version of this one
-        try:
-            return other._open()
-        except ArtifactError as fault:
-            self._say(str(fault))
+            if found and found[-1] < at:
+                self._say(f"{self._folder} ends with version {found[-1]}, older than the current {at}")
             return None
+        step = self._read(at + 1, self._follow, False) if newer[0] == at + 1 else None
+        step = step or self._whole(newer)
+        if step is None and newer[0] != at + 1:
+            self._say(f"{path_of(self._folder, at + 1)} is missing")
+        return step
 
     def done(self, step: Step) -> None:
         """Takes a step that was applied: its version is the current one."""
-        self._at, self._base, self.broken, self._skipped = step.version, step.base, None, {}
-        self._needs_scorer = False
-        if step.scorer is not None:
-            self._info = step.scorer.info
+        self._current, self._base, self.refused_reason = step.version, (step.base, step.info), None
+        self._refused = {key: one for key, one in self._refused.items() if key[0] > step.version.number}
 
-    def refuse(self, step: Step, why: str) -> None:
-        """Takes a step that is not to be applied; the current scorer stays."""
-        reason = f"{step.version.path}: {why}"
-        self._unusable[step.version.name] = reason
-        if step.scorer is not None and step.version.manifest.kind == "delta":
-            self._unusable[step.base.name] = reason  # of a new scorer; or the deltas before it would be tried, too
-        self._break(reason)
-
-    def fail(self, step: Step, error: Exception) -> None:
-        """Takes a step that has failed while it was applied: the scorer is of no version, a new one takes its place.
-
-        If its scores are not finite, the scorer is as before.
-        """
-        self.refuse(step, _not_applied(error))
-        self._needs_scorer = not isinstance(error, NotFiniteError)
-
-    def _break(self, reason: str) -> None:
-        self.broken = reason
+    def refuse(self, step: Step, error: Exception) -> None:
+        """Takes a step that failed while it was applied; the current version stays, if the scorer is intact."""
+        number, reason = step.version.number, f"{step.version.path}: {_reason(error)}"
+        self._refused |= dict.fromkeys([(number, True), (number, False)], (self._files(number), reason))
         self._say(reason)
 
     def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said[reason] = None
-            self._refused(reason)
+        if reason != self.refused_reason:
+            self.refused_reason = reason
+            self._report(reason)
 
-    def _following(self, number: int) -> Step:
-        """Reads the step to the version that follows the current one."""
-        at, version = self._at, self._read(number)
-        manifest = version.manifest
-        if manifest.before != at.name:
-            if manifest.kind == "delta":
-                raise PublishedError(f"{version.path} is a change of another version {at.number} than the current one")
-            return self._load_whole(version)
-        if manifest.kind == "artifact":
-            return self._load_whole(version)
-        if manifest.base != self._base.manifest.base:
-            raise PublishedError(f"{version.path} is of another base, {manifest.base}")
-        if manifest.kind == "snapshot":  # of the state that is here
-            return Step(version, self._base, Change(number))
-        return Step(version, self._base, read_change(version, self._base, self._info, self._tables_device))
-
-    def _whole(self, candidates: list[int]) -> Step | None:
-        """Reads the step to the newest whole version that can be loaded."""
-        for number in reversed(candidates):
-            if (skipped := self._skipped.get(number, ())) is None or skipped == (files := self._files(number)):
-                continue
-            try:
-                version = self._read(number)
-                if version.manifest.kind != "delta":
-                    return self._load_whole(version)
-                files = None
-            except PublishedError as fault:
-                self._say(str(fault))
-            self._skipped[number] = files
-        return None
+    def _read(self, number: int, read: Callable[[Version], Step | None], whole: bool) -> Step | None:
+        """Reads a step to a version, unless it was refused and its files are the same; None if it is refused."""
+        files = self._files(number)  # before they are read: a copying tool may still write them
+        known, reason = self._refused.get((number, whole), (None, None))
+        if known == files:
+            self.refused_reason = self.refused_reason or reason
+            return None
+        step = None
+        try:
+            step = read(read_version(self._folder, number))
+        except PublishedError as fault:
+            self._say(reason := str(fault))
+        if step is None:
+            self._refused[number, whole] = files, reason
+        return step
 
     def _files(self, number: int) -> frozenset:
-        """Describes the files of a version, before they are read: a copying tool may still write them."""
+        """Describes the files of a version."""
         found = set()
         for folder, _, names in os.walk(path_of(self._folder, number)):
             for name in names:
@@ -245,35 +178,50 @@ class VersionChain:
                     found.add((folder, name, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns))
         return frozenset(found)
 
-    def _read(self, number: int) -> Version:
-        version = read_version(self._folder, number)
-        if version.name in self._unusable:
-            raise PublishedError(self._unusable[version.name])
-        return version
+    def _follow(self, version: Version) -> Step | None:
+        """Reads the change from the current version to the one that follows it; None if that begins a new chain."""
+        manifest, (base, info) = version.manifest, self._base
+        if manifest.parent != self._current.digest:
+            if manifest.kind == "delta":
+                raise PublishedError(f"{version.path} is a change of another version {manifest.version - 1}")
+            return None
+        if manifest.base != base.manifest.base:
+            raise PublishedError(f"{version.path} is of another base, {manifest.base}")
+        if manifest.kind == "snapshot":  # of the state that is here
+            return Step(version, base, info, Change(version.number))
+        return Step(version, base, info, read_change(version, base, info, self._tables_device))
 
-    def _load_whole(self, version: Version) -> Step:
+    def _whole(self, candidates: list[int]) -> Step | None:
+        """Reads the step to the newest whole version that works."""
+        steps = (self._read(number, self._load_whole, True) for number in reversed(candidates))
+        return next((step for step in steps if step is not None), None)
+
+    def _load_whole(self, version: Version) -> Step | None:
+        """Reads the step to a whole version, a new scorer unless the current one is of the same artifact."""
         manifest = version.manifest
+        if manifest.kind == "delta":
+            return None
         if manifest.kind == "artifact":
             scorer = self._load_base(version, version.number)
             check_tables(version.path / ARTIFACT / TABLES, scorer.tables)
-            try:
-                scorer.check_scores()
-            except NotFiniteError as fault:
-                raise PublishedError(f"{version.path}: {fault}") from None
-            return Step(version, version, scorer=scorer)
-        base = self._base
-        if base is not None and base.manifest.base == manifest.base:
-            return Step(version, base, read_change(version, base, self._info, self._tables_device))
-        base = self._read(manifest.base_version)
+            self._try(version, scorer.check_scores)
+            return Step(version, version, scorer.info, scorer=scorer)
+        if self._base is not None and self._base[0].manifest.base == manifest.base:
+            return Step(version, *self._base, read_change(version, *self._base, self._tables_device))
+        base = read_version(self._folder, manifest.base_version)
         if base.manifest.kind != "artifact" or base.manifest.base != manifest.base:
             raise PublishedError(f"{version.path} is of another base, {manifest.base}, than {base.path} has")
         scorer = self._load_base(base, version.number)
         change = read_change(version, base, scorer.info, self._tables_device)
+        self._try(version, lambda: scorer.apply(change))
+        return Step(version, base, scorer.info, scorer=scorer)
+
+    @staticmethod
+    def _try(version: Version, apply: Callable[[], None]) -> None:
         try:
-            scorer.apply(change)
+            apply()
         except Exception as error:
-            raise PublishedError(f"{version.path}: {_not_applied(error)}") from error
-        return Step(version, base, scorer=scorer)
+            raise PublishedError(f"{version.path}: {_reason(error)}") from error
 
     def _load_base(self, base: Version, number: int) -> Scorer:
         """Loads the artifact of a version, for a scorer of version `number`."""
@@ -292,5 +240,6 @@ class VersionChain:
         return scorer
 
 
-def _not_applied(error: Exception) -> str:
-    return str(error) if isinstance(error, NotFiniteError) else f"it could not be applied: {error!r}"
+def _reason(error: Exception) -> str:
+    known = isinstance(error, NotFiniteError | ArtifactError)
+    return str(error) if known else f"it could not be applied: {error!r}"

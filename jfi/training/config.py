@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jfi.data import DataConfig
+from jfi.data.schema.rules import parse_rule
 from jfi.data.setting_types import Count, Finite, Natural, NonNegative, Positive, Seed, check_bounds
 from jfi.training.model_config import (
     ConfigError,
@@ -41,7 +42,10 @@ class TrainingConfig:
             their tables; there are also some after steps 1, 2, 4 and so on below it, and before each evaluation.
         publish_every: with `jfi train --follow`, seconds between two versions of the model that are published in the
             run's folder `published`, from where `jfi serve --follow` applies them as they come; null publishes none.
-            Needs `optimizer.ema_decay: null`.
+            Needs `optimizer.ema_decay: null`. It may be changed later, as `publish_if`.
+        publish_if: a rule such as `auc >= .7 or rows < 1000` on the scores of the hour of log time so far, each row
+            scored before it was trained on: no version is published while it does not hold. Scores are `ne` and `auc`,
+            `rmse` of a regression, and `rows`; of several labels such as `auc_like`. Null publishes always.
         eval_batch_size: samples per batch of evaluation, over all processes under torchrun.
         monitor: validation metric that selects the best epoch: `auc` (highest), `ne` (lowest), `user_auc` (AUC per
             user, highest), or one of those that `ranking` computes, such as `hr@10`, `ndcg@10` or `ndcg@10_full`
@@ -86,6 +90,7 @@ class TrainingConfig:
     gradient_accumulation_steps: Count = 1
     admit_every: Count = 100
     publish_every: NonNegative | None = None
+    publish_if: str | None = None
     eval_batch_size: Count = 4096
     monitor: str = "auto"
     eval_every: Natural = 0
@@ -111,23 +116,17 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_bounds(self, "training.", ConfigError)
         parts, most = self.gradient_accumulation_steps, self.batch_size
-        require(
-            most is None or parts <= most,
-            "training.gradient_accumulation_steps",
-            parts,
-            f"at most training.batch_size, {most}",
-        )
+        must = f"at most training.batch_size, {most}"
+        require(most is None or parts <= most, "training.gradient_accumulation_steps", parts, must)
 
     def ranking_kinds(self) -> dict[Literal["sampled", "full"], str]:
         """Returns by kind of candidates that `ranking` asks for, how the names of its metrics end."""
-        if self.ranking == "none":
-            return {}
-        return {"sampled": ""} if self.ranking == "sampled" else {"sampled": "", "full": "_full"}
+        kinds: dict = {"none": {}, "sampled": {"sampled": ""}, "full": {"sampled": "", "full": "_full"}}
+        return kinds[self.ranking]
 
     def ranking_metrics(self) -> list[str]:
         """The names of the metrics that `ranking` computes for implicit feedback."""
-        suffixes = self.ranking_kinds().values()
-        return [f"{name}@{self.ranking_k}{suffix}" for suffix in suffixes for name in ("hr", "ndcg")]
+        return [f"{name}@{self.ranking_k}{end}" for end in self.ranking_kinds().values() for name in ("hr", "ndcg")]
 
 
 @dataclass
@@ -151,6 +150,9 @@ class Config:
         averages, every = self.optimizer.ema_decay, self.training.publish_every
         why = "null with training.publish_every: each step changes the averages of all rows"
         require(every is None or averages in (None, "auto"), "optimizer.ema_decay", averages, why)
+        if (rule := self.training.publish_if) is not None:
+            require(every is not None, "training.publish_if", rule, "null without training.publish_every")
+            parse_rule(rule)
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")
         if self.data.batching == "user":
@@ -199,13 +201,9 @@ class Config:
             known = [name for name in known if name not in ("rmse", "mae")]
             known += [f"{name}_{label}" for label, names in own.items() for name in names]
         known = [*dict.fromkeys(known), *([] if labeled else ranked)]
-        why = ""
-        if "@" in monitor and labeled:
+        why = "; see training.ranking" if "@" in monitor else ""
+        if why and labeled:
             why = "; hr@k and ndcg@k are metrics of implicit feedback, and the data has labels"
-        elif "@" in monitor and not ranked:
-            why = "; set training.ranking for hr@k and ndcg@k"
-        elif "@" in monitor:
-            why = "; see training.ranking"
         must = f"{', '.join(known[:-1])} or {known[-1]}{why}"
         require(monitor in ("auto", *known), "training.monitor", monitor, must)
 

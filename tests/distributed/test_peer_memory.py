@@ -133,15 +133,18 @@ def test_what_graphs_read_outlives_a_growth(device):
     if device.type != "cpu":
         pytest.skip("threads share the memory of the CPU")
 
-    def run(memory: PeerMemory) -> bool:
-        kept = []
-        for count in (4, 4000):
+    def run(memory: PeerMemory) -> list[list[bool]]:
+        made, found = [], []
+        for count in (4, 4000, 16000):
             with memory.step():
                 memory.send(torch.zeros(count * SIZE, 8), [count] * SIZE, [count] * SIZE, shared=False)
-            kept.append(weakref.ref(memory._addresses))
-        return all(one() is not None for one in kept) and kept[0]() is not kept[1]()
+            made.append(weakref.ref(memory._addresses))
+            found.append([one() is not None for one in made])
+            if count == 4000:  # further graphs read the memory of now
+                memory.forget()
+        return found
 
-    assert on_all_ranks(run) == [True] * SIZE
+    assert on_all_ranks(run) == [[[True], [True, True], [False, True, True]]] * SIZE
 
 
 def test_owners_that_do_not_follow_each_other_use_the_group(device):

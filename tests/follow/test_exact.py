@@ -30,7 +30,7 @@ CASES = {
     "plain": {},
     "statistics": {"statistics": list(GROUPS), "max_history": 6},
     "auto": {"statistics": "auto"},
-    "history": {"statistics": list(GROUPS), "history": "rating >= 3"},
+    "history": {"statistics": list(GROUPS), "history": "position >= 3"},
     "labels": {"weight": "weight", "label": None, "labels": LABELS},
     "session": {"statistics": ["session", "user"], "session": "visit"},
     "capacity": {"features": [*GROWING, *FEATURES[2:]], "statistics": ["item", "user", "similar"]},

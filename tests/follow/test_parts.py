@@ -22,6 +22,7 @@ from jfi.follow.state import open_state
 from jfi.state.stores import LmdbStore
 from jfi.training import ConfigError, resume, train
 from jfi.training.distributed.processes import Interrupted
+from jfi.training.run.recorder import SPEED
 from jfi.training.run.run_data import load_schema
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.encoding import HashedIds
@@ -50,6 +51,7 @@ def test_repeated_late_and_old_rows(rows, run, tmp_path):
     one, other = (
         {name: line[name] for name in ("rows", "repeated", "late", "too_old", "labeled")} for line in lines(run)
     )
+    assert all(line[SPEED] > 0 for line in lines(run))
     assert one == {"rows": 61, "repeated": 2, "late": 0, "too_old": 0, "labeled": 59}
     # What is too old is not looked for among the rows before.
     is_old = new[5]["timestamp"] < new[-2]["timestamp"] - 1000.0
@@ -60,7 +62,8 @@ def test_labels_that_come_later_than_their_rows(rows, tmp_path):
     """They are trained on, and histories and counts are as if they had come with their rows."""
     write(tmp_path / "log.parquet", rows[:KNOWN])
     train(config_of(tmp_path / "log.parquet", tmp_path / "run", statistics=["item", "user_item", "popularity"]))
-    new = rows[KNOWN : KNOWN + 60]
+    # The first user is new, so that its late label replaces the first row of the records.
+    new = [rows[KNOWN] | {"user_id": "u-new"}, *rows[KNOWN + 1 : KNOWN + 60]]
     shown = [row | {"rating": None} for row in new]
     states = []
     for name, parts in {"once": [new], "late": [shown[:30] + new[25:30], shown[20:], [*shown, *new, *new]]}.items():

@@ -21,7 +21,7 @@ import pytest
 from jfi.cli.export import schema_of_run
 from jfi.follow.start import follow
 from jfi.serving import MAX_CANDIDATES
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.published import numbers
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, StateSettings
@@ -234,7 +234,7 @@ def test_an_hour_with_kills_of_trainer_and_server(run, tmp_path, record_property
         while min(len(one.killed) for one in programs) < KILLS:
             tick()
             time.sleep(0.1)
-        while (surely(f"{address}/health", None, tick)["place"] or {}).get("part") != last:
+        while (surely(f"{address}/health", None, tick)["log_position"] or {}).get("part") != last:
             tick()
             time.sleep(0.1)
         asker.is_over.set()
@@ -272,7 +272,7 @@ def check_scores(run: Path, folder: Path, asked: list[dict], found: list[dict]) 
     """The server's answers are those of an export of the run, to the bit."""
     saved = load_run(run)
     limits = Limits(MAX_CANDIDATES, saved.schema.max_history)
-    export(folder / "artifact", saved.model, schema_of_run(saved), limits)
+    Export(saved.model, schema_of_run(saved), limits).write(folder / "artifact")
     with closing(LmdbStore(folder / "users")) as store:
         scorer = Scorer(folder / "artifact", state=StateSettings(store))
         wanted = [scorer.score([scorer.reader(body)])[0] for body in asked]

@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from jfi.serving.publish import PublishHook
 from jfi.state.stores import LmdbStore, StoreUnavailableError
 from jfi.training import ConfigError, train
 from jfi.training.distributed.processes import Interrupted
+from jfi.utils.errors import InputError
 
 from .followed_log import KNOWN, config_of, content, lines, write, write_parts
 
@@ -160,11 +162,12 @@ def test_training_goes_on_where_no_version_can_be_written(rows, run, tmp_path, c
     now, attempts = [0.0], []
 
     class Full:
-        def publish(self, place: object = None) -> None:
+        def publish(self, log_position: object = None) -> None:
             attempts.append(now[0])
             raise OSError(errno.ENOSPC, "No space left on device", "published/7")
 
     hook = PublishHook(Full(), 10.0, clock=lambda: now[0])
+    assert hook.begin() is None
     after_part = hook.after_part
 
     def later(place: object) -> None:
@@ -174,10 +177,53 @@ def test_training_goes_on_where_no_version_can_be_written(rows, run, tmp_path, c
     hook.after_part = later
     with pytest.raises(OSError, match="No space left"):
         follow(run, tmp_path / "parts", until_idle=True, hook=lambda _: hook)
-    assert [line.get("publish_failures") for line in lines(run)] == [None, 1, 1]
-    assert attempts == [15.0, 45.0, 45.0]
+    assert [line.get("publish_failures") for line in lines(run)] == [1, 1, 2]
+    assert attempts == [0.0, 30.0, 45.0]
     assert "no version could be written, 2 times in a row; training goes on, next attempt in 40 s" in caplog.text
     assert follow(run, tmp_path / "parts", until_idle=True) == 0
+
+
+class Versions:
+    """Notes the parts of the log that versions are of."""
+
+    def __init__(self) -> None:
+        self.parts: list[str | None] = []
+
+    def publish(self, log_position: dict | None = None) -> int:
+        self.parts.append(log_position and log_position["part"])
+        return len(self.parts)
+
+
+def test_versions_are_held_back_while_the_rule_does_not_hold(rows, run, tmp_path, caplog):
+    """Two parts have too few rows; each has one step."""
+    write_parts(tmp_path / "parts", rows[KNOWN : KNOWN + 90], 5)
+    versions = Versions()
+
+    def hook(trainer: object) -> PublishHook:
+        scores = partial(trainer.windows.metrics, "all")
+        made = PublishHook(versions, 0.0, clock=lambda: 0.0, publish_if="ne < 9 and rows >= 45", scores=scores)
+        assert made.begin() == 1  # no row was scored yet
+        return made
+
+    assert follow(run, tmp_path / "parts", until_idle=True, hook=hook) == 5
+    assert [line.get("publish_held_back") for line in lines(run)] == [1, 3, None, None, None]
+    assert versions.parts[1:] == [f"part-{number:04d}.parquet" for number in (1, 2, 2, 3, 3, 4)]
+    assert caplog.text.count("held back a version, training goes on: training.publish_if does not hold, ne ") == 2
+    assert not any("publish_failures" in line for line in lines(run))
+
+
+def test_a_score_without_a_value_holds_versions_back_and_an_unknown_one_is_refused():
+    versions, found = Versions(), {"window": "hour", "time": 0.0, "rows": 7, "ne": None, "auc": None}
+    hook = PublishHook(versions, 0.0, publish_if="auc >= .7", scores=lambda: found)
+    assert hook.begin() is None and hook.held_back == 1
+    hook.close()
+    assert hook.held_back == 2 and not versions.parts
+    found["auc"] = 0.7
+    hook.close()
+    assert hook.held_back == 0 and versions.parts == [None]
+    for name in ("auc_like", "window"):
+        with pytest.raises(InputError, match=f"publish_if: '{name} > 1' reads '{name}', must be of time, rows,"):
+            PublishHook(versions, 0.0, publish_if=f"{name} > 1", scores=lambda: found)
 
 
 def test_versions_are_of_the_last_part_where_a_part_is_refused(rows, run, tmp_path):

@@ -32,7 +32,8 @@ def test_what_is_read_is_what_was_written(policy, tmp_path):
     for segment in range(2):
         one, other = (p.select(cells, np.array([segment]), lengths) for p in (policy, read))
         assert one.rows.tolist() == other.rows.tolist()
-    # A list of numbers is one line.
+    # A list of numbers is one line, and a name is readable.
+    assert '"日本"' in path.read_text()
     assert '\n   "keep": [false, ' in path.read_text() or '\n   "keep": [true, ' in path.read_text()
 
 

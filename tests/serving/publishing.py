@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from jfi.data import load_dataset
 from jfi.models import SequenceDLRM
+from jfi.serving.artifact import INFO
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.publish import Publisher
-from jfi.serving.published import MANIFEST, path_of
+from jfi.serving.published import ARTIFACT, MANIFEST, path_of
 from jfi.serving.schema import Limits
-from jfi.serving.scorer import NotFiniteError, Scorer
+from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
 from jfi.training.model.build_model import build_model
 from jfi.training.run.saved_run import load_run
@@ -63,34 +64,36 @@ class Trainee:
             self._optimizer.step()
 
     def publisher(self, folder: Path, **how: object) -> Publisher:
-        return Publisher(folder, self.model, self.schema, self.limits, **how)
+        return Publisher(folder, Export(self.model, self.schema, self.limits), **how)
 
-    def export(self, path: Path) -> Path:
-        """An artifact of the model as it is now."""
-        export(path, copy.deepcopy(self.model), self.schema, self.limits)
-        return path
+    def export(self) -> Export:
+        """The model as it is now."""
+        return Export(copy.deepcopy(self.model), self.schema, self.limits)
 
 
 def publish_some(run: Path, folder: Path) -> None:
     """Publishes an artifact, three deltas, a snapshot and a delta; writes what `Published` reads."""
     trainee = Trainee(run)
-    publisher, fresh, places = trainee.publisher(folder / "versions", compact_every=3, compact_ratio=9.0), {}, {}
+    publisher, fresh, positions = trainee.publisher(folder / "versions", compact_every=3, compact_ratio=9.0), {}, {}
     for steps in (0, 1, 3, 2, 5):
         trainee.train(steps)
-        number = publisher.publish(place={"steps": steps})
-        places[number] = {"steps": steps}
+        number = publisher.publish(log_position={"steps": steps})
+        positions[number] = {"steps": steps}
         if number in (3, 6):  # compiling is what takes long
-            fresh[number] = scores(Scorer(trainee.export(folder / f"fresh-{number}")))
-    write_file(folder / "wanted.json", json.dumps({"fresh": fresh, "places": places}))
+            trainee.export().write(path := folder / f"fresh-{number}")
+            fresh[number] = scores(Scorer(path))
+    write_file(folder / "wanted.json", json.dumps({"fresh": fresh, "positions": positions}))
 
 
 class Published:
-    """What `publish_some` has written: the folder, the scores of two fresh exports, and the places by version."""
+    """What `publish_some` has written: the folder, and by version the scores of fresh exports and log positions."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "versions"
         wanted = json.loads((folder / "wanted.json").read_text())
-        self.fresh, self.places = ({int(key): one for key, one in wanted[name].items()} for name in ("fresh", "places"))
+        self.fresh, self.positions = (
+            {int(key): one for key, one in wanted[name].items()} for name in ("fresh", "positions")
+        )
 
 
 def bodies() -> list[dict]:
@@ -118,11 +121,11 @@ def scores(scorer: Scorer) -> list:
 
 def follow(chain: VersionChain, scorer: Scorer) -> Scorer:
     """Applies all steps that there are."""
-    while (step := chain.next()) is not None:
+    while (step := chain.next(scorer.is_whole)) is not None:
         try:
             scorer = step.apply_to(scorer)
-        except NotFiniteError as error:
-            chain.fail(step, error)
+        except Exception as error:
+            chain.refuse(step, error)
         else:
             chain.done(step)
     return scorer
@@ -149,6 +152,17 @@ def rewrite(path: Path, content: str | None = None, **changes: object) -> None:
     write_sums(path, {one.name: sha256_of(one) for one in path.iterdir() if one.is_file() and one.name != SUMS})
 
 
+def new_base(folder: Path, source: Path, number: int, **info: object) -> None:
+    """Adds a whole version whose artifact differs in artifact.json."""
+    path = path_of(folder, number)
+    shutil.copytree(path_of(source, 1), folder / "unfinished")
+    own = folder / "unfinished" / ARTIFACT
+    (own / INFO).write_text(json.dumps(json.loads((own / INFO).read_text()) | info))
+    write_sums(own, {one.name: sha256_of(one) for one in own.iterdir() if one.name != SUMS})
+    rewrite(folder / "unfinished", version=number, base=sha256_of(own / SUMS), base_version=number)
+    (folder / "unfinished").rename(path)
+
+
 def huge(path: Path) -> None:
     """Finite numbers whose products are not."""
     tensors = load_file(path)
@@ -157,12 +171,14 @@ def huge(path: Path) -> None:
     rewrite(path.parent)
 
 
-def half_applied(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Makes applying a version fail, after its constants have been written."""
-    become = Scorer._become
+def half_applied(monkeypatch: pytest.MonkeyPatch, number: int, can_be_undone: bool = False) -> None:
+    """Makes applying a version fail, after its constants have been written, and what undoes it unless it can be."""
+    become, has_failed = Scorer._become, []
 
     def other(self: Scorer, version: int, tables: object, constants: object, rows: dict) -> None:
-        rows = rows if version != number else {"no table": next(iter(rows.values()))}
+        if version == number or (self in has_failed and not can_be_undone):
+            has_failed.append(self)
+            rows = {"no table": next(iter(rows.values()))}
         become(self, version, tables, constants, rows)
 
     monkeypatch.setattr(Scorer, "_become", other)

@@ -32,11 +32,14 @@ def test_the_synthetic_model_takes_the_requests(monkeypatch, tmp_path):
     """All but the compiling, which the test above has in its artifact."""
     exported = {}
 
-    def export(path, model, schema, limits, **options):
-        scoring = ScoringModel(model, [])
-        exported.update(reader=RequestReader(schema, limits), inputs=inputs_of(scoring))
+    class Export:
+        def __init__(self, model, schema, limits, **options):
+            exported.update(reader=RequestReader(schema, limits), inputs=inputs_of(ScoringModel(model, [])))
 
-    monkeypatch.setattr(serving, "export", export)
+        def write(self, path):
+            pass
+
+    monkeypatch.setattr(serving, "Export", Export)
     shape = serving.Shape(7, 5)
     serving.synthetic(tmp_path, 1000, "cpu", "float32", shape)
     scorer = type("Scorer", (), {"reader": exported["reader"]})

@@ -12,7 +12,7 @@ from data_configs import data_config
 import jfi
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.published import Change
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Limits, Schema, Table
@@ -117,7 +117,7 @@ def test_requests_get_the_raw_ids_of_training(run):
 @pytest.mark.slow  # compiling takes half a minute
 def test_the_server_scores_rows_as_predict_does(run, tmp_path):
     for kind, tolerance in ((FLOAT, 1e-5), (INT8, 0.05)):
-        export(tmp_path / kind, run.model, schema(run), Limits(10, MAX_HISTORY), tables=kind)
+        Export(run.model, schema(run), Limits(10, MAX_HISTORY), tables=kind).write(tmp_path / kind)
         scorer = Scorer(tmp_path / kind)
         wanted = run.predict(pa.Table.from_pylist(ROWS)).column("score").to_numpy()
         assert np.std(wanted) > 0.01
@@ -130,7 +130,7 @@ def test_the_server_scores_rows_as_predict_does(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_server_that_knows_the_users_scores_as_predict_does(run, tmp_path):
-    export(tmp_path / "artifact", run.model, schema(run), Limits(10, MAX_HISTORY))
+    Export(run.model, schema(run), Limits(10, MAX_HISTORY)).write(tmp_path / "artifact")
     store = open_store(str(tmp_path / "state"), create=True)
     known = tmp_path / "known.csv"
     pa.csv.write_csv(pa.Table.from_pylist(ROWS[:200]), known)
@@ -210,7 +210,7 @@ def test_ids_that_have_not_moved_are_not_sorted_again():
 
 
 def test_ids_are_sorted_before_a_change_is_applied(run, tmp_path, monkeypatch):
-    export(tmp_path / "artifact", run.model, schema(run), Limits(10, MAX_HISTORY))
+    Export(run.model, schema(run), Limits(10, MAX_HISTORY)).write(tmp_path / "artifact")
     scorer = Scorer(tmp_path / "artifact")
     table = next(iter(scorer.tables.rows))
     width = scorer.tables.tensors[table].shape[1]

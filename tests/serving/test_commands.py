@@ -14,7 +14,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 
@@ -24,7 +23,9 @@ import torch
 from torch._inductor.cpp_builder import cpp_compiler_search
 from torch._inductor.exc import CppCompileError, InductorError
 
-from jfi.serving.artifact import ArtifactError, identity, read
+from jfi.serving.artifact import MODEL, ArtifactError, read, sha256_of
+from jfi.serving.published import ARTIFACT, MANIFEST, numbers, path_of, read_version
+from jfi.utils.files import LOCK, locking
 
 from .conftest import ROOT, rewriting
 
@@ -35,16 +36,14 @@ pytest.importorskip("aiohttp")
 def server(
     *options: object,
     env: dict[str, str] | None = None,
-    begun: Callable = lambda process: None,
     program: tuple[str, str] = ("-m", "jfi"),
 ):
-    """A process of `jfi serve` and the address it says; `begun` is called with the process when it has just begun."""
+    """A process of `jfi serve` and the address it says."""
     options = "serve", "--port", "0", "--drain-seconds", "0", *map(str, options)
     command = [sys.executable, "-u", *program, *options]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     process = subprocess.Popen(command, cwd=ROOT, text=True, env=env, **pipes)
     try:
-        begun(process)
         found = None
         while found is None:
             line = process.stdout.readline()
@@ -76,24 +75,9 @@ def test_serve_listens_on_loopback_and_finishes_what_it_accepted(exported, score
         assert process.wait(60) == 0
 
 
-def test_a_signal_swaps_the_artifact_and_options_are_heard(exported, tmp_path, request_body):
-    link, other = tmp_path / "current", tmp_path / "other"
-    link.symlink_to(exported.path)
-    # Other files: the same artifact, written with a space more.
-    with rewriting(other, exported.path) as folder, (folder / "artifact.json").open("a") as file:
-        file.write(" ")
+def test_options_are_heard(exported, request_body):
     options = ["--output", "probabilities", "--log-requests", "--deadline-ms", 60_000, "--body-seconds", 3]
-
-    def identity_now() -> str:
-        return json.load(urllib.request.urlopen(f"{address}/health"))["artifact"]["id"]
-
-    with server("--artifact", link, *options) as (process, address):
-        assert identity_now() == identity(exported.path)
-        link.unlink()
-        link.symlink_to(other)
-        process.send_signal(signal.SIGHUP)
-        while identity_now() != identity(other):
-            time.sleep(0.01)
+    with server("--artifact", exported.path, *options) as (process, address):
         assert all(0 < score < 1 for score in post(address, request_body)["scores"])
         with socket.create_connection(address.removeprefix("http://").split(":")) as half:
             half.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
@@ -101,14 +85,13 @@ def test_a_signal_swaps_the_artifact_and_options_are_heard(exported, tmp_path, r
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         said = process.stderr.read()
-    assert f"the artifact {identity(other)} answers in place of {identity(exported.path)}" in said
     assert re.search(r"id=\w+ POST /score 200 ", said) and "Traceback" not in said
 
 
 def test_an_artifact_without_calibration_has_all_but_calibrated_scores(
     exported, scorer, tmp_path, request_body, capsys
 ):
-    """As of a run of an earlier version: `jfi serve` says what to do. One that replaces it later is refused alike."""
+    """As of a run of an earlier version: `jfi serve` says what to do."""
     old = tmp_path / "old"
     with rewriting(old, exported.path) as folder:
         info = json.loads((folder / "artifact.json").read_text())
@@ -123,21 +106,6 @@ def test_an_artifact_without_calibration_has_all_but_calibrated_scores(
             found = post(address, request_body)["scores"]
         wanted = logits if output == "logits" else [1 / (1 + math.exp(-logit)) for logit in logits]
         assert found == pytest.approx(wanted, abs=1e-6)
-    link = tmp_path / "current"
-    link.symlink_to(exported.path)
-    with server("--artifact", link, "--output", "calibrated") as (process, address):
-        before = post(address, request_body)
-        link.unlink()
-        link.symlink_to(old)
-        process.send_signal(signal.SIGHUP)
-        end, failed = time.monotonic() + 60, b'jfi_artifact_swaps_total{result="failed"} 1'
-        while failed not in urllib.request.urlopen(f"{address}/metrics").read():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert post(address, request_body) == before
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        assert why in process.stderr.read()
 
 
 def test_the_limits_of_serve_are_those_of_its_options(exported, request_body):
@@ -237,35 +205,85 @@ def largest_file(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.slow
-def test_an_export_without_space_is_one_line_and_leaves_nothing(exported, tmp_path, monkeypatch, capsys):
-    """In the compiler's cache, in what the compiler says, in the package and in the tables."""
-    out = tmp_path / "out"
+def _compiler_without_space(program, *, package_path, inductor_configs):
+    fault = CppCompileError(["g++"], "g++: fatal error: cannot write x.o: No space left on device")
+    raise InductorError(fault, None) from fault
 
-    def compiler(program, *, package_path, inductor_configs):
-        fault = CppCompileError(["g++"], "g++: fatal error: cannot write x.o: No space left on device")
-        raise InductorError(fault, None) from fault
 
-    def package(program, *, package_path, inductor_configs):
-        package_path.write(b"libstdc++.so" + bytes(100_000))
+def _package_of(size: int):
+    return lambda program, *, package_path, inductor_configs: package_path.write(b"libstdc++.so" + bytes(size))
 
-    def small_package(program, *, package_path, inductor_configs):
-        package_path.write(b"libstdc++.so")
 
-    for compile_with, size, message in (
-        (None, 2000, "File too large"),
-        (compiler, 1 << 30, "No space left on device"),
-        (package, 90_000, ".out.[^/]*/files/model.pt2: File too large"),
-        (small_package, 100, ".out.[^/]*/files/tables.safetensors: File too large"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"cache-{size}"))
-            if compile_with is not None:
-                patch.setattr("jfi.serving.export.aoti_compile_and_package", compile_with)
-            with largest_file(size):
-                code, text = said("export", capsys, "--run", exported.run, "--out", out)
-        assert code == 3 and text.count("\n") == 1 and re.fullmatch(rf"error: /.*{message}\n", text), text
-        assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+@pytest.mark.parametrize(
+    ("compile_with", "size", "message"),
+    [
+        (_compiler_without_space, 1 << 30, "No space left on device"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (None, 2000, "File too large"),
+                (_package_of(100_000), 90_000, ".out.[^/]*/files/model.pt2: File too large"),
+                (_package_of(0), 100, ".out.[^/]*/files/tables.safetensors: File too large"),
+            )
+        ),
+    ],
+    ids=["in what the compiler says", "in its cache", "in the package", "in the tables"],
+)
+def test_an_export_without_space_is_one_line_and_leaves_nothing(
+    exported, tmp_path, monkeypatch, capsys, compile_with, size, message
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    if compile_with is not None:
+        monkeypatch.setattr("jfi.serving.export.aoti_compile_and_package", compile_with)
+    with largest_file(size):
+        code, text = said("export", capsys, "--run", exported.run, "--out", tmp_path / "out")
+    assert code == 3 and text.count("\n") == 1 and re.fullmatch(rf"error: /.*{message}\n", text), text
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_export_publishes_versions_that_a_server_follows(exported, scorer, tmp_path, monkeypatch, capsys, request_body):
+    """With the compiled part of the run's artifact: compiling is what takes long."""
+    compiled = exported.path / MODEL
+    monkeypatch.setattr("jfi.serving.export.write_package", lambda _, path, *__: shutil.copy(compiled, path))
+    folder, sums, wanted = tmp_path / "versions", tmp_path / "sums", scorer.score([scorer.reader(request_body)])[0]
+
+    def publish(number: int) -> str:
+        commands.run("export", "--run", exported.run, "--publish", folder)
+        path, text = path_of(folder, number), capsys.readouterr().out
+        assert f"published version {number}: {path} (float32 tables, for cpu)" in text
+        sha256 = sha256_of(path / ARTIFACT)
+        assert f"sha256 {sha256}\n" in text
+        assert read_version(folder, number).manifest.parent is None
+        return f"{sha256}\n"
+
+    def until(name: str, wanted: object) -> None:
+        while wanted not in str(json.load(urllib.request.urlopen(f"{address}/health"))[name]):
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    sums.write_text(publish(1))
+    with server("--follow", folder, "--sha256", sums) as (process, address):
+        second = publish(2)
+        until("refused_reason", f"0000000002/artifact has the SHA-256 {second.strip()}")
+        assert post(address, request_body)["version"] == 1
+        sums.write_text(sums.read_text() + second)
+        (path_of(folder, 2) / MANIFEST).touch()  # it is looked at again
+        until("version", "2")
+        found = post(address, request_body)
+        assert found["version"] == 2 and found["scores"] == pytest.approx(wanted, abs=1e-6)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    say = partial(said, "export", capsys, "--run", exported.run, "--publish")
+    (tmp_path / "file").touch()
+    assert say(tmp_path / "file") == (2, f"error: {tmp_path}/file is a file, must be a folder of published versions\n")
+    with locking(folder / LOCK, ValueError):
+        code, text = say(folder)
+    assert code == 2 and re.fullmatch(rf"error: {folder}: process .* publishes to this folder; .*\n", text)
+    with largest_file(100):
+        code, text = say(folder)
+    assert code == 3 and text.endswith(": File too large\n") and text.count("\n") == 1
+    assert numbers(folder) == [1, 2] and not [one for one in folder.iterdir() if "unfinished" in one.name]
+    assert commands.call("export", "--run", exported.run, "--publish", folder, "--out", tmp_path / "out") == 2
 
 
 def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):

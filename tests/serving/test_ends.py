@@ -1,4 +1,4 @@
-"""How processes of `jfi serve` end, what they leave behind, and signals that come while they begin."""
+"""How processes of `jfi serve` end, and what they leave behind."""
 
 import http.client
 import json
@@ -15,22 +15,11 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from jfi.serving.artifact import identity
-
-from .conftest import ROOT, rewriting
+from .conftest import ROOT
+from .publishing import add, bodies, new_base
 from .test_commands import post, server
 
 pytest.importorskip("aiohttp")
-
-#: Stands in for torch: says that its import has begun, waits for a line, and lets the real one be imported.
-WAITING_TORCH = """
-import os, sys
-print("importing", flush=True)
-sys.stdin.readline()
-sys.path.remove(os.path.dirname(__file__))
-del sys.modules["torch"]
-import torch
-"""
 
 
 @pytest.fixture
@@ -52,26 +41,21 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> No
         time.sleep(0.01)
 
 
-def test_a_swap_unloads_the_artifact_before_and_the_end_the_last(exported, temporary, tmp_path, request_body):
-    link, other = tmp_path / "current", tmp_path / "other"
-    link.symlink_to(exported.path)
-    # Other files: the same artifact, written with a space more.
-    with rewriting(other, exported.path) as folder, (folder / "artifact.json").open("a") as file:
-        file.write(" ")
-    with server("--artifact", link, env=environment(temporary)) as (process, address):
+def test_a_version_unloads_the_artifact_before_and_the_end_the_last(published, temporary, tmp_path):
+    folder = tmp_path / "versions"
+    add(folder, published.folder, 1)
+    with server("--follow", folder, env=environment(temporary)) as (process, address):
 
-        def identity_now() -> str:
-            return json.load(urllib.request.urlopen(f"{address}/health"))["artifact"]["id"]
+        def version() -> int:
+            return json.load(urllib.request.urlopen(f"{address}/health"))["version"]
 
-        for path in (other, exported.path):
+        for number in (2, 3):
             before = list(temporary.iterdir())
             assert len(before) == 1
-            link.unlink()
-            link.symlink_to(path)
-            process.send_signal(signal.SIGHUP)
-            wait_until(lambda path=path: identity_now() == identity(path), process)
+            new_base(folder, published.folder, number, run=f"run {number}")
+            wait_until(lambda number=number: version() == number, process)
             wait_until(lambda before=before: not before[0].exists(), process)
-            assert post(address, request_body)["scores"]
+            assert post(address, bodies()[0])["version"] == number
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
     assert not list(temporary.iterdir())
@@ -160,23 +144,3 @@ def test_a_server_that_ends_while_it_loads_leaves_nothing(exported, temporary):
         process.kill()
         process.communicate()
     assert not list(temporary.iterdir())
-
-
-def test_a_hang_up_while_the_server_begins_swaps_the_artifact_once_it_serves(
-    exported, temporary, tmp_path, request_body
-):
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules/torch.py").write_text(WAITING_TORCH)
-
-    def hang_up(process: subprocess.Popen) -> None:
-        assert process.stdout.readline() == "importing\n"
-        process.send_signal(signal.SIGHUP)
-        print(file=process.stdin, flush=True)
-
-    env = environment(temporary) | {"PYTHONPATH": f"{tmp_path / 'modules'}:{ROOT}"}
-    with server("--artifact", exported.path, env=env, begun=hang_up) as (process, address):
-        done = b'jfi_artifact_swaps_total{result="done"} 1'
-        wait_until(lambda: done in urllib.request.urlopen(f"{address}/metrics").read(), process)
-        assert post(address, request_body)["scores"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0

@@ -21,10 +21,12 @@ from safetensors.torch import load_file, save
 
 import jfi.utils.files
 from jfi.serving import artifact
-from jfi.serving.artifact import ArtifactError, identity, sha256_of
+from jfi.serving.artifact import ArtifactError, sha256_of
+from jfi.serving.published import ARTIFACT, path_of
 from jfi.serving.scorer import Scorer
 
 from .conftest import rewriting
+from .publishing import add, new_base
 from .test_commands import post, said, server
 
 
@@ -104,35 +106,32 @@ def test_serve_takes_the_sha256_itself(exported, request_body):
         assert post(address, request_body)["scores"]
 
 
-def test_a_server_swaps_only_to_artifacts_whose_sha256_it_knows(exported, tmp_path, request_body):
-    link, known = tmp_path / "current", tmp_path / "known"
-    other = forged(tmp_path / "other", exported.path, longer("artifact.json"))
-    link.symlink_to(exported.path)
-    known.write_text(sha256_of(exported.path))
+def test_a_server_follows_only_artifacts_whose_sha256_it_knows(published, tmp_path):
+    """The file of SHA-256 is read for each artifact."""
+    folder, known = tmp_path / "versions", tmp_path / "known"
+    add(folder, published.folder, 1)
+    new_base(tmp_path / "other", published.folder, 2, run="other")
+    new_base(tmp_path / "other", published.folder, 3, run="another")
+    other, last = (sha256_of(path_of(tmp_path / "other", number) / ARTIFACT) for number in (2, 3))
+    known.write_text(sha256_of(path_of(folder, 1) / ARTIFACT))
 
-    def wait(line: str) -> None:
+    def wait(version: int, refused: str | None) -> None:
         end = time.monotonic() + 60
-        while line.encode() not in urllib.request.urlopen(f"{address}/metrics").read():
+        while (health := json.load(urllib.request.urlopen(f"{address}/health")))["version"] != version or (
+            health["refused_reason"] is None
+        ) != (refused is None):
             assert time.monotonic() < end
             time.sleep(0.01)
+        assert refused is None or refused in health["refused_reason"]
 
-    def identity_now() -> str:
-        return json.load(urllib.request.urlopen(f"{address}/health"))["artifact"]["id"]
-
-    with server("--artifact", link, "--sha256", known) as (process, address):
-        before = post(address, request_body)
-        link.unlink()
-        link.symlink_to(other)
-        process.send_signal(signal.SIGHUP)
-        wait('jfi_artifact_swaps_total{result="failed"} 1')
-        assert identity_now() == identity(exported.path) and post(address, request_body) == before
-        known.write_text(sha256_of(other))
-        process.send_signal(signal.SIGHUP)
-        wait('jfi_artifact_swaps_total{result="done"} 1')
-        assert identity_now() == identity(other)
+    with server("--follow", folder, "--sha256", known) as (process, address):
+        add(folder, tmp_path / "other", 2)
+        wait(1, f"has the SHA-256 {other}, which is not among those that may be served")
+        known.write_text(last)
+        add(folder, tmp_path / "other", 3)
+        wait(3, None)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
-        assert f"{other} has the SHA-256 {sha256_of(other)}" in process.stderr.read()
 
 
 def add_member(name: str, mode: int = 0) -> Callable[[Path], object]:

@@ -11,7 +11,7 @@ from statistics_columns import with_statistics
 import jfi
 from jfi.data.config import LabelConfig
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, ModelConfig, TrainingConfig, train
@@ -82,7 +82,7 @@ def test_its_scores_are_those_of_the_run(tmp_path):
     rows = with_statistics(table, run.config.data, run.schema).to_pylist()
     rows = [{name: None if value != value else value for name, value in one.items()} for one in rows]  # NaN is no JSON
     schema = schema_of(run.config.data, run.schema, reads_history=True, reads_age=True)
-    export(tmp_path / "artifact", run.model, schema, Limits(10, 6), device=DEVICE)
+    Export(run.model, schema, Limits(10, 6), device=DEVICE).write(tmp_path / "artifact")
     scorer = Scorer(tmp_path / "artifact")
     requests = {place: request for place, one in enumerate(rows) if (request := request_of(rows, one)) is not None}
     found = scorer.score([scorer.reader(one) for one in requests.values()])

@@ -18,7 +18,7 @@ import pytest
 from benchmarks import serving_attack
 from jfi.cli.serve import most_connections
 from jfi.serving.scorer import Scorer
-from jfi.serving.server import hot_swap as live
+from jfi.serving.server import live
 
 pytest.importorskip("aiohttp")
 from aiohttp import compression_utils

@@ -231,7 +231,7 @@ def test_embeddings_of_other_widths_are_projected(table, options):
 
 @pytest.mark.slow
 def test_an_artifact_of_other_widths_in_float32_and_int8(table, tmp_path, monkeypatch):
-    from jfi.serving.export import export
+    from jfi.serving.export import Export
     from jfi.serving.scorer import Scorer
 
     trained = of_other_widths(table.dataset.schema, pooling=AttentionPooling(2)).eval()
@@ -242,10 +242,10 @@ def test_an_artifact_of_other_widths_in_float32_and_int8(table, tmp_path, monkey
     for request in requests:
         request["history"] = [{k: v for k, v in event.items() if k != "age"} for event in request["history"]]
     paths = {kind: tmp_path / kind for kind in ("float32", "int8")}
-    export(paths["float32"], trained, schema, Limits(9, 12))
+    Export(trained, schema, Limits(9, 12)).write(paths["float32"])
     package = paths["float32"] / artifact.MODEL
     monkeypatch.setattr("jfi.serving.export.write_package", lambda program, path, metadata: shutil.copy(package, path))
-    export(paths["int8"], trained, schema, Limits(9, 12), tables="int8")
+    Export(trained, schema, Limits(9, 12), tables="int8").write(paths["int8"])
     tables = artifact.read(paths["int8"])[0].tables
     assert {one.width for one in tables.values()} > {4, 6, 12} and len(tables) > 6
     with torch.no_grad():
@@ -344,7 +344,7 @@ def test_offsets_are_not_taken_for_written_to_and_a_package_has_no_operator_of_p
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_a_package_for_a_gpu(table, tmp_path, impl):
-    from jfi.serving.export import export
+    from jfi.serving.export import Export
     from jfi.serving.scorer import Scorer
 
     model = ModelConfig(
@@ -355,7 +355,7 @@ def test_a_package_for_a_gpu(table, tmp_path, impl):
     for parameter in trained.parameters():  # those that begin as zeros too
         torch.nn.init.normal_(parameter, std=0.5)
     schema = schema_of(table.config, table.dataset.schema, True, True)
-    export(tmp_path / "artifact", trained, schema, Limits(9, 12), device="cuda", impl=impl)
+    Export(trained, schema, Limits(9, 12), device="cuda", impl=impl).write(tmp_path / "artifact")
     scorer = Scorer(tmp_path / "artifact")
     requests, samples = raw_requests(table)
     scores = scorer.score([scorer.reader(json.loads(json.dumps(request))) for request in requests])

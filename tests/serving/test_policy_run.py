@@ -29,7 +29,7 @@ from jfi.models import SequenceDLRM
 from jfi.modules import SequenceFeatureConfig
 from jfi.serving.artifact import POLICY, ArtifactError
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export, inputs_of, tables_of
+from jfi.serving.export import Export, inputs_of, tables_of
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.model import ScoringModel
 from jfi.serving.requests import BadRequestError, RequestReader
@@ -216,7 +216,7 @@ def test_weights_need_a_model_that_reads_them(folder, run, tmp_path):
         (run.model, structs.replace(run.policy, newest=0), r"^data\.policy has newest 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            export(tmp_path / "artifact", model, schema, Limits(3, MAX_HISTORY), policy=policy)
+            Export(model, schema, Limits(3, MAX_HISTORY), policy=policy).write(tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
 
 
@@ -280,7 +280,7 @@ def test_a_request_has_the_weights_of_training(run, boosted, model, encoder, wei
 @pytest.mark.slow
 def test_an_artifact_scores_with_the_weights_of_its_policy(run, boosted, tmp_path):
     model = drawn_model(run, {"bias": "weights"}, EncoderConfig())
-    export(tmp_path / "artifact", model, boosted.schema, Limits(3, MAX_HISTORY), policy=boosted.policy)
+    Export(model, boosted.schema, Limits(3, MAX_HISTORY), policy=boosted.policy).write(tmp_path / "artifact")
     scorer = Scorer(tmp_path / "artifact")
     assert Policy.load(tmp_path / "artifact" / POLICY) == boosted.policy
     with torch.no_grad():

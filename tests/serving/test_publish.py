@@ -17,13 +17,22 @@ from safetensors.torch import load_file, save_file
 from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.export import Export
-from jfi.serving.publish import LockedFolderError
-from jfi.serving.published import ARTIFACT, CONSTANTS, MANIFEST, ROWS, TABLES, numbers, path_of, read_version
+from jfi.serving.published import (
+    ARTIFACT,
+    CONSTANTS,
+    MANIFEST,
+    ROWS,
+    TABLES,
+    PublishedError,
+    numbers,
+    path_of,
+    read_version,
+)
 from jfi.serving.scorer import Scorer
 from jfi.serving.version_chain import VersionChain
 from jfi.utils.files import SUMS, sha256_of, write_sums
 
-from .publishing import Trainee, add, damage, follow, half_applied, huge, rewrite, scores
+from .publishing import Trainee, add, damage, follow, half_applied, huge, new_base, rewrite, scores
 
 
 def test_each_version_scores_as_a_fresh_export_of_its_model(published, tmp_path):
@@ -35,13 +44,13 @@ def test_each_version_scores_as_a_fresh_export_of_its_model(published, tmp_path)
         add(copied, folder, number)
         if chain is None:
             chain = VersionChain(copied, Scorer)
-            scorer = chain.take_scorer()
+            scorer = chain.start()
         scorer = follow(chain, scorer)
         assert scorer.version == chain.manifest.version == number
-        assert chain.manifest.place == published.places.get(number, {"steps": 2})
+        assert chain.manifest.log_position == published.positions.get(number, {"steps": 2})
         found[number] = scores(scorer)
         # One that starts here, from the snapshot once there is one.
-        assert scores(VersionChain(copied, Scorer).take_scorer()) == found[number]
+        assert scores(VersionChain(copied, Scorer).start()) == found[number]
     assert {number: found[number] for number in published.fresh} == published.fresh and list(published.fresh) == [3, 6]
     assert found[4] == found[5] and len({json.dumps(one) for one in found.values()}) == 5
 
@@ -108,9 +117,9 @@ FAULTS = {
     "without rows": (lambda path: (path / ROWS).unlink(), f"{ROWS} is missing"),
     "without sums": (lambda path: (path / SUMS).unlink(), f"{SUMS} is missing"),
     "of another base": (lambda path: rewrite(path, base="0" * 64), "is of another base, 0000"),
-    "of another chain": (lambda path: rewrite(path, before="0" * 64), "is a change of another version 2"),
+    "of another chain": (lambda path: rewrite(path, parent="0" * 64), "is a change of another version 2"),
     "of another number": (lambda path: rewrite(path, version=7), "its manifest is of version 7"),
-    "of another format": (lambda path: rewrite(path, format=2), "has format 2"),
+    "of another format": (lambda path: rewrite(path, format=7), "has format 7"),
     "no manifest": (lambda path: rewrite(path, content="[]"), "manifest.json is damaged: expected `object`"),
     "not finite": (lambda path: (nan(path), rewrite(path)), "has values that are not finite"),
     "not finite rows": (lambda path: nan_in_tables(path / ROWS), "has values that are not finite"),
@@ -130,7 +139,7 @@ def at_version_2(published: Path, folder: Path, refused: Callable = pytest.fail)
     for number in (1, 2):
         add(folder, published, number)
     chain = VersionChain(folder, Scorer, refused=refused)
-    return chain, chain.take_scorer()
+    return chain, chain.start()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -145,15 +154,20 @@ def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path,
     for _ in range(3):
         scorer = follow(chain, scorer)
     assert scorer.version == chain.manifest.version == 2 and scores(scorer) == before
-    assert len(reasons) == 1 and reason in reasons[0] and chain.broken == reasons[0]
+    assert len(reasons) == 1 and reason in reasons[0] and chain.refused_reason == reasons[0]
     # A server that starts now has the same.
     at_start: list[str] = []
     other = VersionChain(folder, Scorer, refused=at_start.append)
-    assert other.manifest.version == 2 and at_start == reasons and scores(other.take_scorer()) == before
+    assert scores(other.start()) == before and other.manifest.version == 2 and {*at_start} == {*reasons}
     for number in (5, 6):
         add(folder, published.folder, number)
     scorer = follow(chain, scorer)
-    assert scorer.version == 6 and scores(scorer) == published.fresh[6] and chain.broken is None and len(reasons) == 1
+    assert (
+        scorer.version == 6
+        and scores(scorer) == published.fresh[6]
+        and chain.refused_reason is None
+        and len(reasons) == 1
+    )
 
 
 @pytest.mark.parametrize("change", [nan_in_tables, huge])
@@ -169,21 +183,21 @@ def test_a_snapshot_that_is_not_finite_mends_no_chain_and_is_not_started_from(pu
     assert len(reasons) == 2 and all("not finite" in one for one in reasons)
     at_start: list[str] = []
     other = VersionChain(folder, Scorer, refused=at_start.append)
-    assert other.manifest.version == 2 and scores(other.take_scorer()) == before and sorted(at_start) == sorted(reasons)
+    assert scores(other.start()) == before and other.manifest.version == 2 and {*at_start} == {*reasons}
 
 
 def test_an_artifact_that_is_not_finite_is_not_started_from(published, tmp_path):
     add(tmp_path / "copy", published.folder, 1)
     nan_in_tables(path_of(tmp_path / "copy", 1) / ARTIFACT / artifact.TABLES)
     with pytest.raises(ArtifactError, match=r"whole version to start from: .*tables.* has values that are not finite"):
-        VersionChain(tmp_path / "copy", Scorer)
+        VersionChain(tmp_path / "copy", Scorer).start()
 
 
 def test_the_first_version_after_an_artifact_leaves_it_as_it_was_if_its_scores_are_not_finite(published, tmp_path):
     folder, reasons = tmp_path / "copy", []
     add(folder, published.folder, 1)
     chain = VersionChain(folder, Scorer, refused=reasons.append)
-    scorer = chain.take_scorer()
+    scorer = chain.start()
     before = scores(scorer)
     add(folder, published.folder, 2)
     huge(path_of(folder, 2) / CONSTANTS)
@@ -200,27 +214,27 @@ def test_a_version_that_a_tool_is_still_copying_is_looked_at_again(published, tm
     content = path.read_bytes()
     for part in (content[:10], content[:-1]):
         path.write_bytes(part)
-        assert follow(chain, scorer).version == 2 and chain.broken is not None
+        assert follow(chain, scorer).version == 2 and chain.refused_reason is not None
     with monkeypatch.context() as patch:
         patch.setattr("jfi.serving.version_chain.read_version", lambda *_: read.append(1))
         assert follow(chain, scorer).version == 2 and not read  # nothing has changed
     path.write_bytes(content)
     scorer = follow(chain, scorer)
-    assert scorer.version == chain.manifest.version == number and chain.broken is None
-    assert scores(scorer) == scores(VersionChain(folder, Scorer).take_scorer())
+    assert scorer.version == chain.manifest.version == number and chain.refused_reason is None
+    assert scores(scorer) == scores(VersionChain(folder, Scorer).start())
 
 
 def test_a_chain_ends_at_the_version_that_is_named(published, tmp_path):
-    chain = VersionChain(published.folder, Scorer, stop=3)
-    scorer = chain.take_scorer()
+    chain = VersionChain(published.folder, Scorer, at=3)
+    scorer = chain.start()
     assert chain.manifest.version == scorer.version == 3 and scores(scorer) == published.fresh[3]
-    assert chain.next() is None and chain.broken is None
+    assert chain.next() is None and chain.refused_reason is None
     with pytest.raises(ArtifactError, match="has no version 9 that can be served: the newest one up to it is 6"):
-        VersionChain(published.folder, Scorer, stop=9)
+        VersionChain(published.folder, Scorer, at=9).start()
     at_version_2(published.folder, tmp_path / "copy")
     add(tmp_path / "copy", published.folder, 4)
     with pytest.raises(ArtifactError, match=r"has no version 4 that can be served: .*0000000003 is missing"):
-        VersionChain(tmp_path / "copy", Scorer, stop=4)
+        VersionChain(tmp_path / "copy", Scorer, at=4).start()
 
 
 def test_a_gap_is_mended_by_the_version_that_was_missing(published, tmp_path):
@@ -230,14 +244,28 @@ def test_a_gap_is_mended_by_the_version_that_was_missing(published, tmp_path):
     add(folder, published.folder, 4)
     for _ in range(3):
         assert scores(follow(chain, scorer)) == before
-    assert chain.broken is not None and "0000000003 is missing" in chain.broken
+    assert chain.refused_reason is not None and "0000000003 is missing" in chain.refused_reason
     add(folder, published.folder, 3)
     found = scores(follow(chain, scorer))
-    assert chain.manifest.version == 4 and chain.broken is None and len(reasons) == 1
-    assert found == scores(VersionChain(folder, Scorer).take_scorer()) != before
+    assert chain.manifest.version == 4 and chain.refused_reason is None and len(reasons) == 1
+    assert found == scores(VersionChain(folder, Scorer).start()) != before
 
 
-def test_a_scorer_that_a_version_was_half_applied_to_answers_no_more(published, tmp_path, monkeypatch):
+def test_a_change_that_fails_half_way_is_undone(published, tmp_path, monkeypatch):
+    folder, reasons = tmp_path / "copy", []
+    chain, first = at_version_2(published.folder, folder, reasons.append)
+    before = scores(first)
+    half_applied(monkeypatch, 3, can_be_undone=True)
+    for number in (3, 4):
+        add(folder, published.folder, number)
+    assert follow(chain, first) is first and chain.manifest.version == 2 and scores(first) == before
+    assert "0000000003: it could not be applied: KeyError('no table')" in chain.refused_reason
+    add(folder, published.folder, 5)
+    assert follow(chain, first) is first and first.version == 5 and len(reasons) == 1
+    assert scores(first) == scores(VersionChain(folder, Scorer).start())
+
+
+def test_after_a_change_that_cannot_be_undone_the_newest_whole_version_is_loaded(published, tmp_path, monkeypatch):
     folder, reasons = tmp_path / "copy", []
     chain, first = at_version_2(published.folder, folder, reasons.append)
     before = scores(first)
@@ -249,26 +277,36 @@ def test_a_scorer_that_a_version_was_half_applied_to_answers_no_more(published, 
         step.apply_to(first)
     with pytest.raises(RuntimeError, match="a change of version 2 has failed; its model answers no more"):
         first.score([first.example()])
-    chain.fail(step, error.value)
-    assert "0000000003: it could not be applied: KeyError('no table')" in chain.broken
+    chain.refuse(step, error.value)
     again = follow(chain, first)
     assert again is not first and again.version == chain.manifest.version == 2 and scores(again) == before
+    assert "0000000003: it could not be applied: KeyError('no table')" in chain.refused_reason
     # So does one that starts now.
-    assert scores(VersionChain(folder, Scorer).take_scorer()) == before
-    assert chain.broken == reasons[0] and chain.next() is None and len(reasons) == 1
+    assert scores(VersionChain(folder, Scorer).start()) == before
+    assert chain.refused_reason == reasons[0] and chain.next() is None and len(reasons) == 1
     for number in (5, 6):
         add(folder, published.folder, number)
-    assert scores(follow(chain, again)) == published.fresh[6] and chain.broken is None
+    assert scores(follow(chain, again)) == published.fresh[6] and chain.refused_reason is None
 
 
-def test_constants_that_cannot_be_loaded_change_no_row(published, tmp_path, monkeypatch):
+@pytest.mark.parametrize("failures", [1, 2])
+def test_constants_that_cannot_be_loaded_change_no_row(published, tmp_path, monkeypatch, failures):
+    """If those of the version before cannot be loaded either, the scorer answers no more."""
     chain, scorer = at_version_2(published.folder, tmp_path / "copy")
-    before = {name: one.clone() for name, one in scorer.tables.tensors.items()}
+    before, wanted = {name: one.clone() for name, one in scorer.tables.tensors.items()}, scores(scorer)
     add(tmp_path / "copy", published.folder, 3)
-    monkeypatch.setattr(scorer.package, "load_constants", lambda *_, **__: 1 / 0, raising=False)
-    with pytest.raises(ZeroDivisionError):
+    load_constants, calls = scorer.package.load_constants, []
+
+    def fail(*arguments: object, **options: object) -> None:
+        load_constants(*arguments, **options)
+        calls.append(1)
+        assert len(calls) > failures
+
+    monkeypatch.setattr(scorer.package, "load_constants", fail, raising=False)
+    with pytest.raises(AssertionError):
         chain.next().apply_to(scorer)
     assert all(torch.equal(one, scorer.tables.tensors[name]) for name, one in before.items())
+    assert scorer.is_whole == (failures == 1) and (failures == 2 or scores(scorer) == wanted)
 
 
 def test_one_that_lags_behind_goes_on_with_a_snapshot(published, tmp_path):
@@ -276,7 +314,7 @@ def test_one_that_lags_behind_goes_on_with_a_snapshot(published, tmp_path):
     chain, scorer = at_version_2(published.folder, folder)
     for number in (5, 6):
         add(folder, published.folder, number)
-    assert scores(follow(chain, scorer)) == published.fresh[6] and chain.broken is None
+    assert scores(follow(chain, scorer)) == published.fresh[6] and chain.refused_reason is None
 
 
 def test_a_damaged_snapshot_is_not_started_from(published, tmp_path):
@@ -285,33 +323,37 @@ def test_a_damaged_snapshot_is_not_started_from(published, tmp_path):
     reasons = []
     chain = VersionChain(tmp_path / "copy", Scorer, refused=reasons.append)
     # It goes from the artifact by the deltas; the snapshot is of the state that it then has.
-    assert chain.manifest.version == 6 and scores(chain.take_scorer()) == published.fresh[6]
+    assert scores(chain.start()) == published.fresh[6] and chain.manifest.version == 6
     assert len(reasons) == 1 and f"0000000005/{TABLES} is damaged" in reasons[0]
 
 
 def test_a_folder_without_a_whole_version_is_refused(published, tmp_path):
     folder = tmp_path / "copy"
     with pytest.raises(ArtifactError, match="copy has no whole version to start from: it has none"):
-        VersionChain(folder, Scorer)
+        VersionChain(folder, Scorer).start()
     add(folder, published.folder, 5)
     with pytest.raises(ArtifactError, match=r"no whole version to start from: .*0000000001/SHA256SUMS is missing"):
-        VersionChain(folder, Scorer)
+        VersionChain(folder, Scorer).start()
     add(folder, published.folder, 1)
     damage(path_of(folder, 1) / "artifact" / "model.pt2")
     with pytest.raises(ArtifactError, match=r"no whole version to start from: .*model\.pt2 is damaged"):
-        VersionChain(folder, Scorer)
+        VersionChain(folder, Scorer).start()
 
 
-def test_a_folder_that_begins_anew_is_followed(published, tmp_path):
-    shutil.copytree(published.folder, tmp_path / "copy")
-    reasons = []
-    chain = VersionChain(tmp_path / "copy", Scorer, refused=reasons.append)
-    scorer = chain.take_scorer()
-    shutil.rmtree(tmp_path / "copy")
+def test_an_intact_version_gives_way_to_no_older_one(published, tmp_path):
+    """The folder begins anew, and then has a newer whole version."""
+    folder, reasons = tmp_path / "copy", []
+    shutil.copytree(published.folder, folder)
+    chain = VersionChain(folder, Scorer, refused=reasons.append)
+    scorer = chain.start()
+    shutil.rmtree(folder)
     assert chain.next() is None and not reasons
-    add(tmp_path / "copy", published.folder, 1)
-    scorer = follow(chain, scorer)
-    assert scorer.version == 1 and "ends with version 1, older than the current 6" in reasons[0] and len(reasons) == 1
+    for number in (1, 2):
+        add(folder, published.folder, number)
+        assert follow(chain, scorer) is scorer and chain.manifest.version == 6
+    assert reasons == [f"{folder} ends with version {number}, older than the current 6" for number in (1, 2)]
+    new_base(folder, published.folder, 7)
+    assert scores(follow(chain, scorer)) == scores(Scorer(path_of(folder, 1) / ARTIFACT))
 
 
 def killed_at(count: int, publisher, folder: Path) -> bool:
@@ -326,7 +368,7 @@ def killed_at(count: int, publisher, folder: Path) -> bool:
                 if seen == count:
                     os._exit(9)
 
-        publisher._folder = folder
+        publisher._versions.path = folder
         sys.addaudithook(hook)
         publisher.publish()
         os._exit(0)
@@ -359,7 +401,7 @@ def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, 
     shutil.copytree(published.folder, started)
     publisher = trainee.publisher(started, compact_every=1, keep=1)
     assert publisher.publish() == 7 and read_version(started, 7).manifest.kind == "snapshot"
-    before = scores(VersionChain(started, Scorer, refused=pytest.fail).take_scorer())
+    before = scores(VersionChain(started, Scorer, refused=pytest.fail).start())
     assert before != published.fresh[6]
     trainee.train(2)
     found, count, is_killed = {}, 0, True
@@ -369,7 +411,8 @@ def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, 
         shutil.copytree(started, folder, copy_function=os.link)
         is_killed = killed_at(count, publisher, folder)
         chain = VersionChain(folder, Scorer, refused=pytest.fail)
-        found.setdefault(chain.manifest.version, []).append(scores(chain.take_scorer()))
+        found_here = scores(chain.start())
+        found.setdefault(chain.manifest.version, []).append(found_here)
     assert count > 40 and found.keys() == {7, 8, 9}
     assert all(one == before for one in found[7])
     assert all(one == found[9][0] for one in found[8] + found[9]) and found[9][0] != before
@@ -385,7 +428,7 @@ def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, 
     assert following.publish() == first + 2
     assert sorted(one.name for one in folder.iterdir()) == [".lock", "0000000001", f"{first + 2:010d}"]
     chain = VersionChain(folder, Scorer)
-    assert chain.manifest.base_version == 1 and scores(chain.take_scorer()) != found[9][0]
+    assert scores(chain.start()) != found[9][0] and chain.manifest.base_version == 1
 
 
 def test_a_second_publisher_of_a_folder_is_refused_while_the_first_lives(published, trainee, tmp_path):
@@ -393,12 +436,12 @@ def test_a_second_publisher_of_a_folder_is_refused_while_the_first_lives(publish
     shutil.copytree(published.folder, folder)
     first = trainee.publisher(folder)
     holder = f"process {os.getpid()} on {socket.gethostname()}"
-    with pytest.raises(LockedFolderError, match=f"copy: {holder} publishes to this folder; each run needs one of its"):
+    with pytest.raises(PublishedError, match=f"copy: {holder} publishes to this folder; each run needs one of its"):
         trainee.publisher(folder)
     first.close()
     second = trainee.publisher(folder)
     first.close()
-    with pytest.raises(LockedFolderError):
+    with pytest.raises(PublishedError):
         trainee.publisher(folder)
     del second
     assert trainee.publisher(folder).publish() == 7
@@ -422,7 +465,7 @@ def test_a_write_that_fails_loses_no_row(published, trainee, tmp_path, monkeypat
     before = {name: one.clone() for name, one in trainee.model.state_dict().items()}
     trainee.train(1)
     with monkeypatch.context() as patch:
-        patch.setattr("jfi.serving.publish.write_sums", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
+        patch.setattr("jfi.serving.published.write_sums", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
         with pytest.raises(OSError, match="no space"):
             publisher.publish()
     assert [one.name for one in folder.iterdir() if one.name.endswith(".unfinished")] == [] and numbers(folder)[-1] == 7
@@ -434,11 +477,11 @@ def test_a_write_that_fails_loses_no_row(published, trainee, tmp_path, monkeypat
             changed = (weight != before[key]).any(1).nonzero().flatten()
             assert set(changed.tolist()) <= set(rows[f"{name}.rows"].tolist())
             assert torch.equal(rows[f"{name}.values"], weight[rows[f"{name}.rows"]])
-    assert publisher.publish(whole=True) == 9 and read_version(folder, 9).manifest.before is None
+    assert publisher.publish(whole=True) == 9 and read_version(folder, 9).manifest.parent is None
     following, both = VersionChain(folder, Scorer), []
-    both.append(scores(following.take_scorer()))
+    both.append(scores(following.start()))
     shutil.rmtree(path_of(folder, 9))
-    both.append(scores(VersionChain(folder, Scorer).take_scorer()))
+    both.append(scores(VersionChain(folder, Scorer).start()))
     assert both[0] == both[1]
 
 
@@ -457,16 +500,16 @@ def test_a_version_follows_the_one_whose_writer_failed_when_it_had_its_name(
             raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jfi.serving.publish.read_version" if fault == "read" else "jfi.utils.files.sync", fail)
+        patch.setattr("jfi.serving.published.read_version" if fault == "read" else "jfi.utils.files.sync", fail)
         with pytest.raises(OSError, match="error") if fault == "sync" else nullcontext():
             publisher.publish(whole=whole)
     assert numbers(folder)[-1] == 8
     trainee.train(1)
     assert publisher.publish() == 9
     # A whole one may have what no row says, so another whole one follows it.
-    before = None if whole else read_version(folder, 8).name
-    assert read_version(folder, 9).manifest.before == before
-    assert VersionChain(folder, Scorer, refused=pytest.fail).manifest.version == 9
+    parent = None if whole else read_version(folder, 8).digest
+    assert read_version(folder, 9).manifest.parent == parent
+    assert VersionChain(folder, Scorer, refused=pytest.fail).start().version == 9
 
 
 def test_another_model_gets_an_artifact_of_its_own(published, trainee, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from data_configs import data_config
 
 import jfi
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, ModelConfig, TrainingConfig, train
@@ -84,7 +84,7 @@ def test_the_server_scores_rows_as_predict_does(run, rows, tmp_path):
     table = pa.Table.from_pylist(rows)
     wanted = run.predict(table).column("score").to_numpy()
     schema = schema_of(run.config.data, run.schema, reads_history=True, reads_age=True)
-    export(tmp_path / "artifact", run.model, schema, Limits(10, MAX_HISTORY))
+    Export(run.model, schema, Limits(10, MAX_HISTORY)).write(tmp_path / "artifact")
     scorer = Scorer(tmp_path / "artifact")
     fields = list(scorer.reader.fields["history"])
     assert fields == ["item", "genre", "action", "device", "age"]  # not the cross, not the group

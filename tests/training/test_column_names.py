@@ -11,7 +11,7 @@ from torch import nn
 import jfi
 from jfi.data import DataConfig, FeatureConfig, load_dataset
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export
+from jfi.serving.export import Export
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
 from jfi.training import Config, ConfigError, ModelConfig, TrainingConfig, resume, train
@@ -94,10 +94,12 @@ def test_a_run_with_columns_named_like_attributes_of_a_module(tmp_path, shift):
 @pytest.mark.slow  # compiling takes half a minute
 def test_the_server_scores_it_as_predict_does(tmp_path):
     names = dict(zip(ROLES, NAMES, strict=True))
-    train(config_of(tmp_path, names))
+    config = config_of(tmp_path, names)
+    config.data.statistics = []  # requests have none
+    train(config)
     run = jfi.load_run(tmp_path / "run")
     schema = schema_of(run.config.data, run.schema, reads_history=True, reads_age=True)
-    export(tmp_path / "artifact", run.model, schema, Limits(10, 30))
+    Export(run.model, schema, Limits(10, 30)).write(tmp_path / "artifact")
     requests, chosen = [], []
     for i in range(6, 120):
         past = [j for j in range(i) if values("user_id", j) == values("user_id", i)]

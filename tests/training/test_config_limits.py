@@ -95,6 +95,12 @@ def test_options_that_must_go_together():
     Config(narrow)  # without an encoder, attention is on projected events
     with pytest.raises(ConfigError, match=r"^model\.num_heads: got 4, must be a divisor of the width of events"):
         Config(narrow, encoder=EncoderConfig(num_layers=1))
+    rule = "auc >= .7 or rows < 1000"
+    Config(training=Training(publish_every=1.0, publish_if=rule))
+    with pytest.raises(ConfigError, match=r"^training\.publish_if: got '.*', must be null without .*\.publish_every$"):
+        Config(training=Training(publish_if=rule))
+    with pytest.raises(DataError, match=r"^rule 'auc >=': .*after 'auc >='; the operators are"):
+        Config(training=Training(publish_every=1.0, publish_if="auc >="))
 
 
 #: Option of `data` with the settings that it needs, accepted values, refused values.

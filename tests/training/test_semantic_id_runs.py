@@ -25,7 +25,7 @@ from jfi.data.prepared.store import FINGERPRINT
 from jfi.data.schema.semantic_ids import codec_folder, write_sids
 from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.serving.dataset_schema import schema_of
-from jfi.serving.export import export, inputs_of, tables_of
+from jfi.serving.export import Export, inputs_of, tables_of
 from jfi.serving.model import ScoringModel
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
@@ -473,7 +473,7 @@ def test_requests_give_the_scores_of_predict(folder, tmp_path, model):
 def test_an_artifact_gives_the_scores_of_the_dense_part(folder, tmp_path):
     run = jfi.load_run(folder / "run")
     schema = schema_of(run.config.data, run.schema, True, True)
-    export(tmp_path / "artifact", run.model, schema, Limits(10, 12))
+    Export(run.model, schema, Limits(10, 12)).write(tmp_path / "artifact")
     scorer, codec = Scorer(tmp_path / "artifact"), run.schema.codec
     sids = codec.encode(torch.randn(9, codec.widths[0])).tolist()
     item = {"item_id": "i1", "genre": "g1"}

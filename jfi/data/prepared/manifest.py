@@ -230,28 +230,6 @@ def check_equal(schema: DataSchema, prepared: DataSchema, folder: str | None) ->
     Raises:
         DataError: it was not, as one line that names a difference.
     """
-    ours, theirs = (_parts(one) for one in (schema, prepared))
-    for what, learnt in ours.items():
-        if learnt != theirs.get(what):
-            advice = "prepare the tables again with `jfi prepare --run`"
-            raise DataError(f"{folder} was prepared with other {what} than the run was started with; {advice}")
-
-
-def _parts(schema: DataSchema) -> dict[str, object]:
-    known = schema.encodings
-    return {
-        "semantic IDs": None if schema.codec is None else schema.codec.fingerprint,
-        "keys": schema.features,
-        "dense columns": schema.dense_names,
-        "hash buckets": {name: buckets.num_buckets for name, buckets in known.buckets.items()},
-        "capacities": known.capacities,
-        "defaults": known.defaults,
-        **{f"values of '{name}'": vocabulary.values for name, vocabulary in known.vocabularies.items()},
-        **{f"quantiles of '{name}'": list(edges) for name, edges in known.edges.items()},
-        "means and deviations": known.moments,
-        "bounds of statistics": known.bounds,
-        "half-lives of statistics": known.half_lives,
-        "newest events of statistics": known.window,
-        "labels": schema.labels,
-        "auxiliary labels": schema.num_auxiliary,
-    }
+    if (what := schema.difference(prepared)) is not None:
+        advice = "prepare the tables again with `jfi prepare --run`"
+        raise DataError(f"{folder} was prepared with other {what} than the run was started with; {advice}")

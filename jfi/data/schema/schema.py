@@ -269,9 +269,7 @@ class DataSchema:
 
     def write(self, folder: Path) -> None:
         """Writes the files into an existing folder, to be renamed by the caller when all its files are there."""
-        columns = {name: vocabulary.values for name, vocabulary in self.encodings.vocabularies.items()}
-        if self.titles is not None:
-            columns[_TITLES] = self.titles
+        columns = self._columns()
         kind = pa.schema([("column", pa.string()), ("value", pa.large_string())])
         with pyarrow.parquet.ParquetWriter(folder / _LARGE, kind) as writer:
             for name, values in columns.items():
@@ -279,7 +277,24 @@ class DataSchema:
                 writer.write_table(pa.table([names.cast(pa.string()), as_array(values)], schema=kind))
         if self.codec is not None:
             self.codec.save(folder / CODEC)
-        content = _Content(
+        (folder / _SMALL).write_bytes(msgspec.json.format(msgspec.json.encode(self._content()), indent=1))
+
+    def difference(self, other: "DataSchema") -> str | None:
+        """Returns a part that another schema has otherwise, by its name in schema.json; titles are not compared."""
+        ours, theirs = (msgspec.structs.asdict(one._content()) for one in (self, other))
+        for parts, schema in ((ours, self), (theirs, other)):
+            del parts["values"]
+            parts |= {f"values of '{name}'": known.values for name, known in schema.encodings.vocabularies.items()}
+        return next((name for name, part in ours.items() if part != theirs.get(name)), None)
+
+    def _columns(self) -> dict[str, Sequence[str]]:
+        """Returns the columns of the Parquet file: the values of the vocabularies, and the titles."""
+        columns = {name: vocabulary.values for name, vocabulary in self.encodings.vocabularies.items()}
+        return columns if self.titles is None else columns | {_TITLES: self.titles}
+
+    def _content(self) -> _Content:
+        """Returns the content of schema.json."""
+        return _Content(
             format=_FORMAT,
             features=self.features,
             dense_names=self.dense_names,
@@ -291,14 +306,13 @@ class DataSchema:
             defaults=self.encodings.defaults,
             half_lives=self.encodings.half_lives,
             window=self.encodings.window,
-            values={name: len(values) for name, values in columns.items()},
+            values={name: len(values) for name, values in self._columns().items()},
             labels=self.labels,
             num_auxiliary=self.num_auxiliary,
             codec=None if self.codec is None else self.codec.fingerprint,
             capacities=self.encodings.capacities,
             bounds=self.encodings.bounds,
         )
-        (folder / _SMALL).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
 
     @classmethod
     def load(cls, folder: str | Path, verified: bool = True) -> "DataSchema":

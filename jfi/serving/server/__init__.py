@@ -1,1 +1,1 @@
-"""The HTTP server of an artifact: admission, batches, swaps, versions that it follows, events, metrics."""
+"""The HTTP server of an artifact: admission, batches, versions that it follows, events, metrics."""

@@ -37,7 +37,7 @@ from jfi.serving.server.admission import Admission, Bodies, Connections, Overloa
 from jfi.serving.server.batcher import DeadlineExceededError
 from jfi.serving.server.events import EventWriter, json_response, state_routes
 from jfi.serving.server.follow import Follower
-from jfi.serving.server.hot_swap import Live
+from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.state.stores import StoreUnavailableError
 from jfi.utils.errors import InputError
@@ -71,7 +71,6 @@ def make_app(
     body_seconds: float = 10.0,
     pace: float = 200.0,
     deadline: float = 5.0,
-    load: Callable[[], Scorer] | None = None,
     follower: Follower | None = None,
 ) -> web.Application:
     """The application, which `run` serves.
@@ -86,8 +85,7 @@ def make_app(
         body_seconds: for a body to arrive, or the headers of a request.
         pace: as of Pace.
         deadline: seconds that a request may wait until a call of the model begins.
-        load: gives the artifact that `app[LIVE].swap()` puts in place of the one that answers.
-        follower: keeps it at the newest published version, which each answer names; `scorer` is of it.
+        follower: keeps it at the newest published version, which each answer names; `scorer` is what it started.
     """
     admission, metrics = Admission(queue), Metrics()
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
@@ -98,14 +96,14 @@ def make_app(
 
     async def running(app: web.Application):
         nonlocal scorer
-        app[LIVE] = live = Live(scorer, load, metrics, max_batch=max_batch, max_wait=max_wait)
+        app[LIVE] = live = Live(scorer, metrics, max_batch=max_batch, max_wait=max_wait)
         metrics.inside.set_function(lambda: admission.inside)
         metrics.queue_length.set_function(lambda: len(live.now.batcher))
         metrics.queue_capacity.set(queue)
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
         metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
-        del scorer  # an artifact in use is held by Live alone, which releases it after a swap
+        del scorer  # an artifact in use is held by Live alone, which releases it for another
         following = None if follower is None else asyncio.create_task(follower.run(live, metrics))
         yield
         if following is not None:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.body import write_answer
-from jfi.serving.server.hot_swap import Live
+from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.state.columns import Entity, read_columns
 from jfi.state.events import SentEvents, names_of

@@ -20,9 +20,6 @@ class Metrics:
         self.requests = Counter("jfi_requests_total", "Answers by path and status.", ["path", "status"], **own)
         self.refused = Counter("jfi_refused_total", "Requests that were refused, by reason.", ["reason"], **own)
         self.left = Counter("jfi_clients_left_total", "Requests whose client left before the answer.", **own)
-        self.swaps = Counter("jfi_artifact_swaps_total", "Artifacts loaded while serving.", ["result"], **own)
-        for result in ("done", "failed"):
-            self.swaps.labels(result)  # shown as 0 until there is one
         self.values = Counter("jfi_values_total", "Values of fields with a vocabulary, by field.", ["field"], **own)
         unknown = "Those of jfi_values_total that the vocabulary lacks, or that are null."
         self.unknown_values = Counter("jfi_unknown_values_total", unknown, ["field"], **own)
@@ -40,7 +37,7 @@ class Metrics:
         described = "Events of POST /events, by what became of them."
         self.events = Counter("jfi_state_events_total", described, ["result"], **own)
         for result in ("added", "repeated", "refused", "failed"):
-            self.events.labels(result)
+            self.events.labels(result)  # shown as 0 until there is one
         described = "Requests that read the state of users, by what they found."
         self.stored = Counter("jfi_state_requests_total", described, ["found"], **own)
         for found in ("events", "none", "unavailable"):
@@ -51,8 +48,8 @@ class Metrics:
             self.versions.labels(result)
         self.version = Gauge("jfi_version", "The published version that answers, 0 of an artifact alone.", **own)
         self.version_published = Gauge("jfi_version_published_seconds", "When it was published, since 1970.", **own)
-        broken = "1 while the next published version is missing or cannot be applied."
-        self.version_broken = Gauge("jfi_version_chain_broken", broken, **own)
+        refused = "1 while a newer published version is missing or refused."
+        self.version_refused = Gauge("jfi_version_refused", refused, **own)
         self.artifact = Info("jfi_artifact", "The artifact that answers.", **own)
 
     def called(self, requests: int, candidates: int, seconds: float) -> None:

@@ -296,8 +296,9 @@ def last_progress(run: RunFolder) -> tuple[Path | None, RunPosition]:
     return path, progress
 
 
-#: Where the run and its data are.
-_PATHS = {"training.run_dir", "data.prepared", *(f"data.{name}" for name in FILES)}
+#: Where the run and its data are, and when versions are published: what is no matter of the run's state.
+_FREE = {f"training.{name}" for name in ("run_dir", "publish_every", "publish_if")}
+_FREE |= {"data.prepared", *(f"data.{name}" for name in FILES)}
 
 
 def check_config(
@@ -330,7 +331,7 @@ def config_changes(old: dict, section: object, prefix: str = "") -> Iterator[tup
         value, key = getattr(section, name), f"{prefix}{name}"
         if dataclasses.is_dataclass(value):
             yield from config_changes(old[name], value, f"{key}.")
-        elif key not in _PATHS and (key, old[name]) != ("sharding.exchange", "auto"):  # resolved since
+        elif key not in _FREE and (key, old[name]) != ("sharding.exchange", "auto"):  # resolved since
             was, now = json.dumps(old[name]), json.dumps(dataclasses.asdict(section)[name])
             if json.loads(was) != json.loads(now):  # 1 is 1.0: the YAML of a whole number is that of a float
                 yield key, f"{key} was {was} and is {now}"

@@ -1,7 +1,6 @@
-"""The artifact that answers requests, and how another takes its place without a restart."""
+"""The model that answers requests, and how another version takes its place without a restart."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -9,7 +8,7 @@ from typing import TypeVar
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.published import Change
 from jfi.serving.requests import Request
-from jfi.serving.scorer import Answer, NotFiniteError, Scorer
+from jfi.serving.scorer import Answer, Scorer
 from jfi.serving.server.batcher import Batcher, DeadlineExceededError
 from jfi.serving.server.metrics import Metrics
 from jfi.state.stores import StoreUnavailableError
@@ -23,7 +22,6 @@ LARGE = 2**14
 _LARGEST = 2**18
 #: Seconds for the model to score a request of one candidate, before the server says that it is not ready.
 PROBE_SECONDS = 5.0
-_log = logging.getLogger("jfi.serving")
 
 
 class Loaded:
@@ -61,14 +59,13 @@ class Live:
 
     Args:
         scorer: the first artifact.
-        load: gives the artifact that takes its place; None for a server that keeps the first.
-        metrics: record swaps, the values of requests and calls of the model.
+        metrics: record the values of requests and calls of the model.
         batching: `max_batch` and `max_wait` of each Batcher.
     """
 
-    def __init__(self, scorer: Scorer, load: Callable[[], Scorer] | None, metrics: Metrics, **batching: float) -> None:
-        self._load, self._metrics, self._batching = load, metrics, batching
-        self.now, self._swapping = Loaded(scorer, metrics, **batching), asyncio.Lock()
+    def __init__(self, scorer: Scorer, metrics: Metrics, **batching: float) -> None:
+        self._metrics, self._batching = metrics, batching
+        self.now = Loaded(scorer, metrics, **batching)
         self._threads = [ThreadPoolExecutor(1, name) for name in ("read", "read large")]
         self._probe: asyncio.Task | None = None
 
@@ -134,50 +131,31 @@ class Live:
         """Changes the artifact that answers to that of a published version, between two calls of the model.
 
         Raises:
-            NotFiniteError: the version's scores are not finite; the artifact answers as before.
-            Exception: the artifact answers no more, unless nothing was changed yet.
+            Exception: the version cannot be applied or its scores are not finite; see `Scorer.prepare`.
         """
-        async with self._swapping:
-            apply = await asyncio.to_thread(self.now.scorer.prepare, change)
-            await self.now.batcher.between(apply)
+        apply = await asyncio.to_thread(self.now.scorer.prepare, change)
+        await self.now.batcher.between(apply)
 
-    async def swap(self, load: Callable[[], Scorer] | None = None) -> bool:
-        """Loads an artifact and, if it can answer the same requests, lets it answer all that come from now on.
+    async def replace(self, scorer: Scorer) -> None:
+        """Lets an artifact answer all requests that come from now on; returns after the last answer of the one before.
 
-        Args:
-            load: gives the artifact; None for the server's own way.
-
-        Returns:
-            whether it did. If not, the log says why, and the artifact stays that answers now.
+        Raises:
+            ArtifactError: it cannot answer the same requests; the artifact stays that answers now.
         """
-        async with self._swapping:
-            if not hasattr(self, "now"):
-                return False  # closed while it waited
-            try:
-                scorer = await asyncio.to_thread(load or self._load)
-                await asyncio.to_thread(check, scorer, self.now.scorer)
-            except Exception as error:
-                why = error if isinstance(error, ArtifactError) else repr(error)
-                self._metrics.swaps.labels("failed").inc()
-                _log.error("the artifact was not swapped, %s answers as before: %s", self.now.scorer.identity, why)
-                return False
-            old, self.now = self.now, Loaded(scorer, self._metrics, **self._batching)
-            self._metrics.swaps.labels("done").inc()
-            _log.warning("the artifact %s answers in place of %s", scorer.identity, old.scorer.identity)
+        check(scorer, self.now.scorer)
+        old, self.now = self.now, Loaded(scorer, self._metrics, **self._batching)
         await old.close()
-        return True
 
     async def close(self) -> None:
-        """Waits for the last answer and for a swap that has begun, and releases the artifact."""
-        async with self._swapping:
-            await self.now.close()
-            for thread in self._threads:
-                await asyncio.to_thread(thread.shutdown)
-            del self.now
+        """Waits for the last answer, and releases the artifact."""
+        await self.now.close()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.shutdown)
+        del self.now
 
 
 def check(new: Scorer, old: Scorer) -> None:
-    """Checks that an artifact scores, and takes the requests of another.
+    """Checks that an artifact takes the requests of another.
 
     Raises:
         ArtifactError: it does not.
@@ -187,7 +165,3 @@ def check(new: Scorer, old: Scorer) -> None:
         raise ArtifactError(f"{new.identity} has other fields of requests, {got} and not {want}; start another server")
     if (got := new.info.schema.labels) != (want := old.info.schema.labels):
         raise ArtifactError(f"{new.identity} answers for other labels, {got} and not {want}; start another server")
-    try:
-        new.check_scores()
-    except NotFiniteError as fault:
-        raise ArtifactError(f"{new.identity}: {fault}") from None
