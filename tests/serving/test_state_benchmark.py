@@ -23,7 +23,8 @@ NOW = 1_750_000_000
 def synthetic(monkeypatch, tmp_path):
     """The schema and the limits of the synthetic model, without compiling it."""
     found = []
-    monkeypatch.setattr(serving, "export", lambda path, model, schema, limits, **_: found.extend([schema, limits]))
+    made = SimpleNamespace(write=lambda path: None)
+    monkeypatch.setattr(serving, "Export", lambda model, *given, **_: found.extend(given) or made)
     serving.synthetic(tmp_path, 1000, "cpu", "float32", serving.Shape(40, 5))
     return found
 
