@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jfi.data import DataConfig
-from jfi.data.schema.rules import parse_rule
 from jfi.data.setting_types import Count, Finite, Natural, NonNegative, Positive, Seed, check_bounds
 from jfi.training.model_config import (
     ConfigError,
@@ -152,6 +151,8 @@ class Config:
         require(every is None or averages in (None, "auto"), "optimizer.ema_decay", averages, why)
         if (rule := self.training.publish_if) is not None:
             require(every is not None, "training.publish_if", rule, "null without training.publish_every")
+            from jfi.data.schema.rules import parse_rule  # which imports pyarrow, and only a rule needs
+
             parse_rule(rule)
         several = isinstance(self.model.bias, list) and self.encoder.num_layers > 0 and self.model.pooling != "none"
         require(not several, "model.bias", self.model.bias, "one bias or null with encoder.num_layers")

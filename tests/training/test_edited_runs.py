@@ -73,11 +73,11 @@ def evaluate(folder: Path, run: Path) -> list:
 def export(folder: Path, run: Path) -> list:
     found = []
 
-    def write(out: Path, model: torch.nn.Module, *_: object, **__: object) -> str:
+    def read(model: torch.nn.Module, *_: object, **__: object) -> mock.Mock:
         found.extend(value.tolist() for value in model.state_dict().values())
-        return ""
+        return mock.Mock()
 
-    with mock.patch("jfi.cli.export.export", write):
+    with mock.patch("jfi.cli.export.Export", read):
         commands.run("export", "--run", run)
     return found
 

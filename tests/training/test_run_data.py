@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands
 import pytest
@@ -86,7 +87,8 @@ def test_scores_stay_when_items_are_renamed_or_rows_appended(trained, tmp_path):
 def exported(run: Path, monkeypatch) -> tuple:
     """The model and the schema of requests that `jfi export` compiles for a run."""
     seen = []
-    monkeypatch.setattr("jfi.cli.export.export", lambda path, model, schema, *_, **__: seen.append((model, schema)))
+    made = SimpleNamespace(write=lambda path: "")
+    monkeypatch.setattr("jfi.cli.export.Export", lambda model, schema, *_, **__: seen.append((model, schema)) or made)
     assert commands.call("export", "--run", run) == 0
     return seen[0]
 
