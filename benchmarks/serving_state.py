@@ -30,8 +30,8 @@ from benchmarks.serving import BODIES, Shape, timed
 from jfi.serving.schema import Schema
 from jfi.serving.scorer import Scorer, StateSettings, batch_inputs
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.layout import TIME, EventLayout, layout_of, user_key
-from jfi.state.state import UserState, put_records, write_layout
+from jfi.state.layout import TIME, EventLayout, Log, layout_of, user_key
+from jfi.state.state import UserState, write_layout
 from jfi.state.stores import Store, open_store
 
 CANDIDATES = 1000
@@ -99,13 +99,14 @@ def fill(store: Store, layout: EventLayout, schema: Schema, bodies: dict[int, li
     sizes = {name: len(names.numbers(name, schema.vocabularies[name])) for name in layout.columns}
     store.put(names.changes().items())
     for length, own in bodies.items():
-        put_records(store, ((f"{length}-{i}", records_of(body, layout, now)) for i, body in enumerate(own)))
+        of_users = ((user_key(f"{length}-{i}"), records_of(body, layout, now)) for i, body in enumerate(own))
+        store.put((key, records.tobytes()) for key, records in of_users)
     draw = np.random.default_rng(0)
     records = np.zeros(WRITTEN_HISTORY, layout.dtype)
     records[TIME] = now - 1e6 + np.arange(WRITTEN_HISTORY)
     for name, known in sizes.items():
         records[name] = draw.integers(1, known + 1, WRITTEN_HISTORY)
-    put_records(store, ((f"w{i}", records) for i in range(max(WRITTEN))))
+    store.put((user_key(f"w{i}"), records.tobytes()) for i in range(max(WRITTEN)))
     write_layout(store, layout)
 
 
@@ -214,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
             n: [in_time_order(serving.make_body(plain, one, draw)) for _ in range(BODIES)] for n, one in shapes.items()
         }
         schema, now = plain.info.schema, int(time.time())
-        layout = layout_of(schema, longest)
+        layout = layout_of(schema, longest, Log("user", "item", "time"))
         users = {n: [of_user(body, f"{n}-{i}", now) for i, body in enumerate(own)] for n, own in columns.items()}
         bodies = {way: users for way in WAYS} | {BY_COLUMNS: columns}
         bodies[BY_ROWS] = {n: list(map(serving.by_rows, own)) for n, own in columns.items()}

@@ -25,8 +25,8 @@ from benchmarks.run import Rates
 from benchmarks.serving import ROOT
 from benchmarks.serving_state import redis_server
 from jfi.serving.schema import Field, Schema
-from jfi.state.layout import TIME, EventLayout, layout_of
-from jfi.state.state import put_records, write_layout
+from jfi.state.layout import TIME, EventLayout, layout_of, user_key
+from jfi.state.state import write_layout
 from jfi.state.stores import open_store
 
 ITEMS = 100_000
@@ -62,7 +62,7 @@ def fill(name: str, users: int, events: int, results: SimpleQueue) -> None:
     """Fills a store, in a process of its own."""
     layout, start = three_columns(events), time.perf_counter()
     store = open_store(name, create=True, timeout=60.0)
-    put_records(store, users_of(layout, users, events))
+    store.put((user_key(user), records.tobytes()) for user, records in users_of(layout, users, events))
     write_layout(store, layout)
     store.close()
     results.put((time.perf_counter() - start, peak_rss()))

@@ -12,7 +12,7 @@ BUDGET = {
     "cli": 1421,
     "cpu": 922,
     "cuda_graphs": 787,
-    "data": 8228,
+    "data": 8227,
     "distributed": 2201,
     "events": 2315,
     "follow": 1576,
@@ -23,11 +23,11 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1759,
     "serving": 5418,
-    "state": 2331,
+    "state": 2679,
     "table1": 1135,
     "tables": 3175,
     "training": 6941,
-    "utils": 1857,
+    "utils": 1859,
 }
 
 

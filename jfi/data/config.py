@@ -181,6 +181,9 @@ class DataConfig:
         test: files of the test rows, as `interactions`, with `split: files`.
         request_id: column of the id of a request or an impression, or None. The rows of a user with the same id are in
             one split.
+        event_id: column of an id of a row, equal for one that is sent again: a row that comes later with the id of one
+            of its user's rows counts once in a state of users. None means that rows with the same user, item and time
+            are one.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
         dwell: column of how long the user stayed with the event, a number; or None. It is known after the event only,
@@ -224,6 +227,7 @@ class DataConfig:
     validation: str | list[str] | None = None
     test: str | list[str] | None = None
     request_id: str | None = None
+    event_id: str | None = None
     history: str | None = None
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"

@@ -18,9 +18,9 @@ from jfi.data.io.blocks import DROP
 from jfi.data.io.paths import find_layout
 from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages.encode_columns import has_lists
-from jfi.data.prepared.stages.read import raw_columns, read_labels
+from jfi.data.prepared.stages.read import raw_columns
 from jfi.data.prepared.summary import date_of
-from jfi.data.schema.rules import only_column, parse_rule
+from jfi.data.schema.rules import only_column, parse_rule, read_labels
 
 #: The column that tells whether a row is an event of histories.
 IN_HISTORY = "jfi: in history"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
-from jfi.data.prepared.stages.columns import SECONDS
 from jfi.events.groups import NUM_VALUES, SESSIONS, ItemColumn, StatisticsSettings
 from jfi.serving.schema import Field, PolicyFields, Schema
+from jfi.utils.encoding import SECONDS
 
 if TYPE_CHECKING:
     from jfi.models import SequenceDLRM

@@ -265,10 +265,10 @@ def time_schema(description: str) -> dict:
     return {"description": description, "type": "number", "exclusiveMinimum": -LATEST, "exclusiveMaximum": LATEST}
 
 
-def id_schema(description: str) -> dict:
-    """Returns the JSON Schema of a user's id."""
-    types = {"type": ["string", "number", "boolean"], "minLength": 1, "maxLength": LONGEST_ID}
-    return {"description": f"{description}, at most {LONGEST_ID} bytes"} | types
+def id_schema(description: str, longest: int = LONGEST_ID) -> dict:
+    """Returns the JSON Schema of an id of at most so many bytes."""
+    types = {"type": ["string", "number", "boolean"], "minLength": 1, "maxLength": longest}
+    return {"description": f"{description}, at most {longest} bytes"} | types
 
 
 def _users(

@@ -10,10 +10,11 @@ from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
 from jfi.serving.schema import Schema
-from jfi.state.events import SentEvents
+from jfi.state.events import LogRows
 from jfi.state.layout import TIME, EventLayout, hashes
 from jfi.state.lookups import Lookup
 from jfi.state.stores import StateError
+from jfi.state.user_rows import Chosen
 
 #: Numbers of items are sorted above texts.
 _NUMBERS = 1 << 63
@@ -48,23 +49,26 @@ class StateCounters:
     def changes(
         self,
         get: Get,
-        bodies: Sequence[tuple[SentEvents, np.ndarray]],
+        bodies: Sequence[tuple[LogRows, Chosen]],
         ids_of: Callable[[np.ndarray, Mapping[str, Sequence[str | None]]], Mapping[str, np.ndarray]],
     ) -> dict[bytes, bytes]:
-        """Returns what events change.
+        """Returns what rows change.
 
         Args:
             get: reads keys of the store.
-            bodies: events, and of each body the rows `[N]` of those that count.
+            bodies: of rows, with those that count.
             ids_of: gives the model's ids of records and texts.
         """
-        users, items = ([getattr(one, of)[row] for one, rows in bodies for row in rows] for of in ("users", "items"))
-        times = np.concatenate([one.records[TIME][rows] for one, rows in bodies])
+        counted = [(one, chosen.kept) for one, chosen in bodies]
+        users = [one.users[row] for one, rows in counted for row in rows]
+        items = [one.texts[self._layout.log.item][row] for one, rows in counted for row in rows]
+        times = np.concatenate([one.records[TIME][rows] for one, rows in counted])
         labels, in_history, sessions = (
-            np.concatenate([getattr(one, of)[rows] for one, rows in bodies])
+            np.concatenate([getattr(one, of)[rows] for one, rows in counted])
             for of in ("labels", "in_history", "sessions")
         )
-        found = [(ids_of(one.records, one.texts), rows) for one, rows in bodies]
+        was_event = np.concatenate([chosen.was_event for _, chosen in bodies])
+        found = [(ids_of(one.records, one.texts), rows) for one, rows in counted]
         ids = {key: np.concatenate([own[key][rows] for own, rows in found]) for key in found[0][0]}
         values = {
             name: self.digests(name, np.stack([ids[key] for key in keys], axis=1))
@@ -76,7 +80,7 @@ class StateCounters:
             {name: [ids[key] for key in keys] for name, keys in self._values.items()},
         )
         sums = {name: of(np.arange(len(times))) for name, of in of_events.items()}
-        own = values, labels, in_history, self.orders(items), sessions, sums
+        own = values, labels, in_history, self.orders(items), sessions, sums, was_event
         return self.live.add(get, LiveRows(hashes(users), hashes(items), times, *own))
 
     def read(self, get: Get, requests: Sequence[Lookup]) -> list[StatisticColumns]:

@@ -1,5 +1,6 @@
-"""Checks events that are sent to the server, and makes records of them but for the numbers of their texts."""
+"""Checks rows of a log that are sent to the server, and makes records of them but for the numbers of their texts."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.serving.schema import KINDS, Field, id_schema, time_schema
+from jfi.serving.schema import KINDS, LATEST, LONGEST_TEXT, Field, id_schema
 from jfi.serving.validation import (
     BadRequestError,
     Place,
@@ -18,14 +19,16 @@ from jfi.serving.validation import (
     flat_values,
     numbers,
     read_id,
-    read_time,
     shown,
     sids,
     texts,
 )
-from jfi.state.layout import EVENT_ID, IN_HISTORY, LABEL, TIME, USER, Column, EventLayout, hashes
+from jfi.state.dictionaries import Dictionaries
+from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes
+from jfi.state.user_rows import MAX_AHEAD, ids_of
+from jfi.utils.encoding import SECONDS
 
-_USER, _EVENT_ID = Field(USER, "category"), Field(EVENT_ID, "category")
+_ID = Field("id", "category")
 #: By kind of a column that of its field in a request.
 FIELDS: dict[str, Literal["category", "slots", "quantile", "sid"]] = {
     "text": "category",
@@ -33,44 +36,58 @@ FIELDS: dict[str, Literal["category", "slots", "quantile", "sid"]] = {
     "number": "quantile",
     "sid": "sid",
     "session": "category",
+    "any": "category",
 }
+_DATE = "^[0-9]{4}-[0-9]{2}-[0-9]{2}"
+_TIME = {"description": "a date and time by ISO 8601, or a number", "type": ["number", "string"], "pattern": _DATE}
 
 
 @dataclass(frozen=True)
-class SentEvents:
-    """N valid events, in the order in which they were sent.
+class LogRows:
+    """N valid rows of a log, in the order in which they came.
 
     Args:
         users: `[N]` texts of the users' ids.
         records: `[N]`, of EventLayout; the numbers of texts are 0.
-        texts: by column of texts the value of each event, `[N]`; of lists `[N * size]`.
-        place: gives the place of an event in the body, for messages.
-        items: `[N]` texts of the items' ids, where statistics are counted, like what follows.
+        texts: by column of texts the value of each row, `[N]`; of lists `[N * size]`.
         labels: `[N]` float32, NaN for none.
-        in_history: `[N]` bool, whether an event is one of histories.
+        in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
+        place: gives the place of a row in the body, for messages.
     """
 
     users: list[str]
     records: np.ndarray
-    texts: dict[str, list[str | None]] = field(default_factory=dict)
+    texts: dict[str, list[str | None]]
+    labels: np.ndarray
+    in_history: np.ndarray
+    sessions: np.ndarray
     place: Place = lambda row, name: f"events[{row}].{name}"
-    items: list[str] = field(default_factory=list)
-    labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    in_history: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    sessions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    #: By column the values of each row, as they were given.
+    given: dict[str, Values] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.users)
 
+    def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
+        """Returns the records of rows `[K]` int64, with the numbers of their texts."""
+        records = self.records[rows]
+        for name, own in self.texts.items():
+            shape = records[name].shape
+            if len(rows) < len(self):
+                wide = np.array(own, object).reshape(len(self), -1)[rows]
+                own = wide.ravel().tolist()
+            records[name] = names.numbers(name, own).reshape(shape)
+        return records
+
 
 class EventReader:
-    """Checks events, which have the columns of a state.
+    """Checks rows of a log, which have the columns of a state.
 
     Args:
         layout: of the records.
-        max_events: most events of a body.
-        max_future: seconds that an event may be ahead of the clock.
+        max_events: most rows of a body.
+        max_future: seconds that a row may be ahead of the clock.
         clock: gives the seconds since 1970.
     """
 
@@ -78,45 +95,50 @@ class EventReader:
         self,
         layout: EventLayout,
         max_events: int = 10_000,
-        max_future: float = 60.0,
+        max_future: float = MAX_AHEAD,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.layout, self.max_events = layout, max_events
-        self._max_future, self._clock, self._past = max_future, clock, layout.info.statistics
-        #: By name of a field of an event its kind.
-        self.fields = {name: FIELDS[one.kind] for name, one in layout.columns.items()}
-        #: Names of fields that all events of a body have or none.
-        self.optional = [EVENT_ID]
-        if self._past is not None:
-            self.fields.setdefault(self._past.item, "category")
-            self.optional += [IN_HISTORY] if self._past.is_implicit else [IN_HISTORY, LABEL]
-            if self._past.session is not None:
-                self.fields.setdefault(self._past.session, "category")
+        self.layout, self.max_events, self._log = layout, max_events, layout.log
+        self._max_future, self._clock, log, settings = max_future, clock, layout.log, layout.info.statistics
+        #: By column of a row the kind of its field.
+        self._kinds = {one.name: FIELDS[one.kind] for one in (*layout.columns.values(), *log.others)}
+        own, self._meaning = [log.user, log.time, *layout.columns], None
+        self._session = None if settings is None else settings.session
+        if self._session is not None:
+            own.append(self._session)
+        if log.label is not None or log.history is not None:
+            from jfi.state.meaning import Meaning  # only rules need pyarrow
+
+            self._meaning = Meaning(log)
+            own += self._meaning.of_history
+        for name in (*own, *([log.event_id] if log.event_id else [])):
+            self._kinds.setdefault(name, "category")
+        #: Names of the columns that each row has.
+        self.required = list(dict.fromkeys(own))
+        #: Names of those that all rows of a body have or none.
+        self.optional = [name for name in self._kinds if name not in self.required]
 
     def json_schema(self) -> dict:
-        """Returns the JSON Schema of a body of events."""
-        values = {name: KINDS[kind] for name, kind in self.fields.items()}
-        own = {
-            USER: id_schema("the id of the user"),
-            TIME: time_schema("seconds since 1970"),
-            EVENT_ID: KINDS["category"] | {"description": "equal for events that are sent again, which count once"},
-            LABEL: {"description": "1 for a positive, 0 for a negative, null for neither", "enum": [0, 1, None]},
-            IN_HISTORY: {"description": "whether it is an event of histories", "type": "boolean"},
+        """Returns the JSON Schema of a body of rows."""
+        values = {name: KINDS[kind] for name, kind in self._kinds.items()}
+        values |= {
+            self._log.user: id_schema("the id of the user"),
+            self._log.item: id_schema("the id of the item", LONGEST_TEXT),
+            self._log.time: _TIME | {"exclusiveMinimum": -LATEST / SECONDS[self._log.unit]},
         }
-        own = {name: one for name, one in own.items() if name in (USER, TIME, *self.optional)}
-        required = [USER, TIME, *values]
-        row = {"type": "object", "properties": own | values, "required": required, "additionalProperties": False}
+        row = {"type": "object", "properties": values, "required": self.required, "additionalProperties": False}
         has = [{"required": [name]} for name in self.optional]
         same = [{"anyOf": [{"items": one}, {"items": {"not": one}}]} for one in has]
         bounds = {"minItems": 1, "maxItems": self.max_events}
-        columns = {name: {"type": "array", "items": one, **bounds} for name, one in (own | values).items()}
+        columns = {name: {"type": "array", "items": one, **bounds} for name, one in values.items()}
+        rows = {"type": "array", "items": row, **bounds} | ({"allOf": same} if same else {})
         return {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "title": "A body of POST /events",
-            "anyOf": [{"type": "array", "items": row, **bounds, "allOf": same}, row | {"properties": columns}],
+            "anyOf": [rows, row | {"properties": columns}],
         }
 
-    def read(self, body: bytes) -> SentEvents:
+    def read(self, body: bytes) -> LogRows:
         """Parses and encodes events.
 
         Raises:
@@ -126,7 +148,7 @@ class EventReader:
 
         return read_body(body, self)
 
-    def __call__(self, given: object) -> SentEvents:
+    def __call__(self, given: object) -> LogRows:
         """Encodes events.
 
         Args:
@@ -136,17 +158,14 @@ class EventReader:
             BadRequestError: a fault, with its place.
         """
         check_count("events", given, self.max_events)
-        names = [USER, TIME, *self.fields]
-        rows = Rows("events", given, {*names, *self.optional})
-        rows.require(names)
+        rows = Rows("events", given, self._kinds)
+        rows.require(self.required)
         if not (count := len(rows)):
             raise BadRequestError("events must not be empty")
-        columns, place = rows.columns, rows.place
-        users = names_of(columns[USER], place)
+        log, columns, place = self._log, rows.columns, rows.place
+        users = names_of(columns[log.user], lambda row, _: place(row, log.user))
         records = np.zeros(count, self.layout.dtype)
-        records[TIME] = self._times(columns[TIME], place)
-        if EVENT_ID in columns:
-            records[EVENT_ID] = hashes(texts(_EVENT_ID, columns[EVENT_ID], place))
+        records[TIME] = self._times(columns[log.time], place)
         found: dict[str, list[str | None]] = {}
         for name, column in self.layout.columns.items():
             values = values_of(column, columns[name], place)
@@ -156,42 +175,49 @@ class EventReader:
                 found[name] = values
             else:
                 records[name] = values
-        return SentEvents(users, records, found, place, *self._counted(columns, place, count))
-
-    def _counted(self, columns: dict[str, Values], place: Place, count: int) -> list:
-        """The items, labels, whether they are events of histories, and sessions, of events that are counted."""
-        if self._past is None:
-            return []
-        items = texts(Field(self._past.item, "category"), columns[self._past.item], place)
-        if None in items:
-            row = items.index(None)
-            got = shown(columns[self._past.item][row])
-            raise BadRequestError(f"{place(row, self._past.item)} must be the id of an item, got {got}")
-        labels = np.full(count, 1.0 if self._past.is_implicit else np.nan, np.float32)
-        for row, value in enumerate(columns.get(LABEL, ())):
-            if value is not None:
-                if isinstance(value, bool) or value not in (0, 1):
-                    raise BadRequestError(f"{place(row, LABEL)} must be 0, 1 or null, got {shown(value)}")
-                labels[row] = value
-        in_history = np.ones(count, bool)
-        for row, value in enumerate(columns.get(IN_HISTORY, ())):
-            if type(value) is not bool:
-                raise BadRequestError(f"{place(row, IN_HISTORY)} must be true or false, got {shown(value)}")
-            in_history[row] = value
+        for column in log.others:
+            if column.name in columns:
+                values_of(column, columns[column.name], place)
+        for row, item in enumerate(found[log.item]):
+            if item is None:
+                got = shown(columns[log.item][row])
+                raise BadRequestError(f"{place(row, log.item)} must be the id of an item, got {got}")
+        event_ids = None
+        if log.event_id in columns:
+            event_ids = texts(Field(log.event_id, "category"), columns[log.event_id], place)
+        records[ID] = ids_of(found[log.item], records[TIME], event_ids)
+        labels, in_history = np.ones(count, np.float32), np.ones(count, bool)
+        if self._meaning is not None:
+            labels, in_history = self._meaning(columns, count)
+        records[LABELED] = ~np.isnan(labels)
         sessions = np.zeros(count, np.uint64)
-        if (name := self._past.session) is not None:
-            sessions = hashes(texts(Field(name, "category"), columns[name], place))
-        return [items, labels, in_history, sessions]
+        if self._session is not None:
+            sessions = hashes(texts(Field(self._session, "category"), columns[self._session], place))
+        return LogRows(users, records, found, labels, in_history, sessions, place, columns)
 
     def _times(self, values: Values, place: Place) -> np.ndarray:
         """`[N]` float64 seconds."""
-        latest = self._clock() + self._max_future
-        for row, value in enumerate(values):
-            seconds = read_time(value, place(row, TIME))
-            if seconds > latest:
-                limit = f"more than {self._max_future:g} s ahead of the server's clock"
-                raise BadRequestError(f"{place(row, TIME)} is {shown(value)}, {limit}")
-        return np.array(values, np.float64)
+        one, kinds = Field(self._log.time, "category"), set(map(type, values))
+        if kinds <= {int, float}:
+            with np.errstate(over="ignore"):
+                found = np.array(values, np.float64) * SECONDS[self._log.unit]
+        elif kinds == {str} and all(re.match(_DATE, value) for value in values):
+            from jfi.state.meaning import times
+
+            found = times(one.name, values, self._log.unit)
+        else:
+            row = [type(value) in (int, float) for value in values].index(False)
+            what = f"{_TIME['description']}, all of a body of one kind"
+            raise BadRequestError(f"{place(row, one.name)} must be {what}, got {shown(values[row])}")
+        is_old = found <= -LATEST
+        ahead = found > self._clock() + self._max_future
+        if (ahead | is_old).any():
+            row = int((ahead | is_old).argmax())
+            if is_old[row]:
+                raise BadRequestError(f"{place(row, one.name)} must be a time, got {shown(values[row])}")
+            limit = f"more than {self._max_future:g} s ahead of the server's clock"
+            raise BadRequestError(f"{place(row, one.name)} is {shown(values[row])}, {limit}")
+        return found
 
 
 def values_of(column: Column, given: Values, place: Place) -> Values | tuple[list[str], np.ndarray]:
@@ -227,5 +253,5 @@ def names_of(values: Sequence[object], place: Place, of: str = "a user") -> list
     Raises:
         BadRequestError: one is missing, of another type, or too long.
     """
-    found = texts(_USER, values, place)
-    return [read_id(values[row], text, place(row, USER), of) for row, text in enumerate(found)]
+    found = texts(_ID, values, place)
+    return [read_id(values[row], text, place(row, _ID.name), of) for row, text in enumerate(found)]

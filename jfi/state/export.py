@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jfi.state.dictionaries import read_dictionary
-from jfi.state.layout import TIME, USER, Column, EventLayout
+from jfi.state.layout import TIME, Column, EventLayout
 from jfi.state.state import read_layout, scan_records
 from jfi.state.stores import StateError, Store
+from jfi.utils.encoding import SECONDS
 from jfi.utils.files import writing_file
 
 #: Events of a row group.
@@ -27,15 +28,20 @@ _TYPES = {
 def export_events(store: Store, out: Path) -> tuple[int, int]:
     """Writes all events of a state to a Parquet file, whole or not at all.
 
-    The columns are `user`, `time` (seconds) and those of the log: texts, lists of them, numbers, semantic IDs, and
-    hashes of a policy's sessions.
+    The columns are the user, the time in the log's unit and what records keep of the log's columns: texts, lists of
+    them, numbers, semantic IDs, and hashes of a policy's sessions.
 
     Returns:
         The number of users and that of events.
     """
     layout, texts = read_layout(store), {}
+    log = layout.log
     schema = pa.schema(
-        [(USER, pa.string()), (TIME, pa.float64()), *((one.name, _TYPES[one.kind]) for one in layout.columns.values())]
+        [
+            (log.user, pa.string()),
+            (log.time, pa.float64()),
+            *((one.name, _TYPES[one.kind]) for one in layout.columns.values()),
+        ]
     )
     for one in layout.columns.values():
         if one.kind in ("text", "texts"):
@@ -44,7 +50,10 @@ def export_events(store: Store, out: Path) -> tuple[int, int]:
     with writing_file(out) as path, pq.ParquetWriter(path, schema) as writer:
         for names, records in _blocks(store, layout):
             lengths, joined = list(map(len, records)), np.concatenate(records)
-            columns = [pa.array(np.repeat(np.array(names, object), lengths), pa.string()), pa.array(joined[TIME])]
+            columns = [
+                pa.array(np.repeat(np.array(names, object), lengths), pa.string()),
+                pa.array(joined[TIME] / SECONDS[log.unit]),
+            ]
             for name, one in layout.columns.items():
                 values = texts[name](joined[name]) if name in texts else joined[name]
                 if one.kind == "texts":

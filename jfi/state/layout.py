@@ -1,14 +1,16 @@
 """Records of a state: the columns of a log and of its tables, whatever model reads them.
 
-A user's value in the store is an array of records of one size, oldest first:
+A user's value in the store is an array of records of one size, the events of their history, oldest first:
 
     time      float64, seconds since 1970
-    event_id  uint64, a hash of the id that the sender gave the event, or 0
+    id        uint64, by which a row that comes again is known: a hash of its `event_id`, or of its item and time
+    labeled   uint8, 1 where the row had a label
     <column>  of a text int32, its number in the store's dictionary of the column, 0 where it is missing; of a list of
               texts `[size]` of these; float64 of a number, NaN where it is missing; int64 of a semantic ID; of the
               session of a policy uint64, a hash
 
-The value of an item or a user in the store has the columns of their table, see `jfi.state.columns`.
+Of their other rows, which are no events of histories, another value has the first three fields. The value of an item or
+a user has the columns of their table, see `jfi.state.columns`.
 
 An artifact brings what turns these into the ids of its model, see `jfi.state.model_ids`. So another artifact of the
 same columns reads the same state, with other vocabularies, intervals of quantiles, hash buckets or crosses.
@@ -24,19 +26,19 @@ import numpy as np
 
 from jfi.events.groups import StatisticsSettings
 from jfi.serving.schema import Field, Schema
-from jfi.state.stores import StateError, finding_damage
+from jfi.state.stores import finding_damage
 
-TIME, EVENT_ID, USER = "time", "event_id", "user"
-#: The fields of an event that are not columns of the log.
-OWN_FIELDS = (USER, TIME, EVENT_ID)
-#: Those that statistics of the past need.
-LABEL, IN_HISTORY = "label", "in_history"
-#: Events older than the newest `max_history` that stay, for requests of a time before the newest ones.
-MARGIN = 64
+#: Fields of a record that are no columns of the log, which have no such names.
+TIME, ID, LABELED = "jfi time", "jfi id", "jfi labeled"
+_OWN = [(TIME, "<f8"), (ID, "<u8"), (LABELED, "u1")]
+#: Events older than the newest `max_history` that stay, for requests of a time before the newest ones and for late
+#: rows; and rows that are no events of histories, by which repeated ones are known.
+MARGIN, OTHERS = 64, 256
 #: The format of stores that this version reads.
-FORMAT = 2
+FORMAT = 3
 DTYPES = {"text": "<i4", "texts": "<i4", "number": "<f8", "sid": "<i8", "session": "<u8"}
-Kind = Literal["text", "texts", "number", "sid", "session"]
+#: "any" is a column that a rule reads, whatever it holds.
+Kind = Literal["text", "texts", "number", "sid", "session", "any"]
 #: By kind of a field that a model reads, and by what a policy reads it for, the kind of its column.
 KINDS: dict[str, Kind] = {"category": "text", "slots": "texts", "quantile": "number", "sid": "sid"}
 KINDS |= {"categories": "texts", "number": "number"}
@@ -59,6 +61,30 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: dict[str, int] = {}
 
 
+class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the columns of a log mean, as the section `data` of a run says it.
+
+    Args:
+        user, item, time: names of the columns.
+        unit: of times that are numbers.
+        label: column or rule of the first label; None if every row is a positive.
+        task: of that label.
+        history: rule of which rows are events of histories; None for all.
+        event_id: column of an id by which a row that comes again is known; None for the user, the item and the time.
+        others: columns of the log that the records do not keep, such as those of labels.
+    """
+
+    user: str = "user_id"
+    item: str = "item_id"
+    time: str = "timestamp"
+    unit: str = "s"
+    label: str | None = None
+    task: str = "binary"
+    history: str | None = None
+    event_id: str | None = None
+    others: list[Column] = []
+
+
 class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Describes the records of a store, as JSON.
 
@@ -66,7 +92,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         format: of the store.
         max_history: the newest events of a history that a model may read.
         columns: of the records.
-        item: the name of the column of the item's id, by which events of one time are sorted; None without one.
+        log: what the columns of the log mean.
         is_numbered: whether items that are integers are sorted by their numbers.
         codec: fingerprint of the codec of semantic IDs, or None.
         statistics: of the past, which the state has, or None.
@@ -77,7 +103,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     max_history: int
     columns: list[Column]
-    item: str | None = None
+    log: Log = Log()
     is_numbered: bool = False
     codec: str | None = None
     statistics: StatisticsSettings | None = None
@@ -96,18 +122,18 @@ class EventLayout:
         >>> from jfi.serving.schema import Field
         >>> item = Field("item_id", "category", ["history_item_id"])
         >>> layout = layout_of(Schema([], [], [item], {"item_id": ["a", "b"]}, item_id="item_id"), max_history=200)
-        >>> layout.dtype.names, layout.dtype.itemsize
-        (('time', 'event_id', 'item_id'), 20)
+        >>> layout.dtype.names[3:], layout.dtype.itemsize
+        (('item_id',), 21)
     """
 
     def __init__(self, info: StateInfo) -> None:
-        self.info, self.columns, self.item = info, {one.name: one for one in info.columns}, info.item
+        self.info, self.log, self.columns = info, info.log, {one.name: one for one in info.columns}
         self.max_history, self.keep = info.max_history, info.max_history + MARGIN
         own = [
             (one.name, DTYPES[one.kind], (one.size,)) if one.kind == "texts" else (one.name, DTYPES[one.kind])
             for one in info.columns
         ]
-        self.dtype = np.dtype([(TIME, "<f8"), (EVENT_ID, "<u8"), *own])
+        self.dtype, self.others = np.dtype([*_OWN, *own]), np.dtype(_OWN)
 
     def records(self, value: bytes | None, user: str) -> np.ndarray:
         """Returns the records `[S]` of a user's value; none if it is None.
@@ -118,27 +144,44 @@ class EventLayout:
         with finding_damage(f"the events of user '{user}'"):
             return np.frombuffer(value or b"", self.dtype)
 
-    def merge(self, old: np.ndarray, new: np.ndarray, texts: Callable[[list[int]], list[str | None]]) -> np.ndarray:
-        """Returns the newest records of both, by (time, item); of equal ones the old come first.
+    def other_rows(self, value: bytes | None, user: str) -> np.ndarray:
+        """Returns what is kept `[O]` of a user's rows that are no events; a StateError says that it is damaged."""
+        with finding_damage(f"the other rows of user '{user}'"):
+            return np.frombuffer(value or b"", self.others)
+
+    def merge(
+        self,
+        user: np.ndarray,
+        records: np.ndarray,
+        is_new: np.ndarray,
+        num_users: int,
+        texts: Callable[[list[int]], list[str | None]],
+    ) -> list[np.ndarray]:
+        """Returns of each user the newest records, by (time, item); equal ones stay in their order.
 
         Args:
-            old: `[S]` sorted records.
-            new: `[N]` records, in the order in which they came.
+            user: `[N]` int64 numbers of users, below `num_users`.
+            records: `[N]`, of each user the old ones, sorted, before the new ones.
+            is_new: `[N]` bool.
+            num_users: the number of users.
             texts: gives the texts of numbers of items.
         """
-        joined = np.concatenate([old, new])
-        joined = joined[np.argsort(joined[TIME], kind="stable")]
-        if self.item is not None:
-            time = joined[TIME]
-            first = np.flatnonzero(np.diff(time, prepend=np.nan) != 0)
-            lengths = np.diff(first, append=len(time))
-            since = new[TIME].min(initial=np.inf)
-            for begin, count in zip(first.tolist(), lengths.tolist(), strict=True):
-                if count > 1 and time[begin] >= since:
-                    keys = self._order(texts(joined[self.item][begin : begin + count].tolist()))
-                    order = sorted(range(count), key=keys.__getitem__)
-                    joined[begin : begin + count] = joined[begin : begin + count][order]
-        return joined[-self.keep :]
+
+        def arrange(order: np.ndarray) -> None:
+            time, own = records[TIME][order], user[order]
+            same = (time[1:] == time[:-1]) & (own[1:] == own[:-1])
+            if not same.any():
+                return
+            first = np.flatnonzero(np.append(True, ~same))
+            lengths = np.diff(first, append=len(order))
+            tied = (lengths > 1) & np.logical_or.reduceat(is_new[order], first)
+            for begin, count in zip(first[tied].tolist(), lengths[tied].tolist(), strict=True):
+                part = order[begin : begin + count]
+                keys = self._order(texts(records[self.log.item][part].tolist()))
+                order[begin : begin + count] = part[sorted(range(count), key=keys.__getitem__)]
+
+        found = newest(user, records[TIME], num_users, self.keep, arrange)
+        return [records[rows] for rows in found]
 
     def _order(self, texts: list[str | None]) -> list:
         """Returns the sort keys of items, as `jfi.data` sorts them."""
@@ -150,31 +193,29 @@ class EventLayout:
         return self.info.is_numbered and is_integer(item)
 
 
-def layout_of(schema: Schema, max_history: int) -> EventLayout:
+def layout_of(schema: Schema, max_history: int, log: Log | None = None) -> EventLayout:
     """Returns the records that a model needs.
 
     Args:
         schema: of the requests to the model.
         max_history: the newest events of a history that it reads.
-
-    Raises:
-        StateError: an event has a field with the name of one of `OWN_FIELDS`.
+        log: what the columns mean; by default what the schema says of it.
     """
-    fields = schema.event_fields
-    for name in (*OWN_FIELDS, *((LABEL, IN_HISTORY) if schema.statistics is not None else ())):
-        if any(one.name == name for one in fields):
-            raise StateError(f"an event has a field '{name}', which is one of the server's own; rename the column")
-    columns, users = _columns(fields), _columns(one for one in schema.user if one.name != schema.user_id)
+    log = Log(schema.user_id or "user_id", schema.item_id or "item_id") if log is None else log
+    columns, users = _columns(schema.event_fields), _columns(one for one in schema.user if one.name != schema.user_id)
     items = _columns(one for one in schema.candidate if one.name in schema.item_columns)
+    known = {one.name for one in columns}
+    if log.item not in known:
+        columns.append(Column(log.item, "text"))
     if schema.policy is not None:
-        known = {one.name for one in columns}
         read = schema.policy.fields().items()
         columns += [Column(one.name, POLICY_KINDS[of]) for of, one in read if one.name not in known]
-    item = schema.item_id if any(one.name == schema.item_id and one.kind == "text" for one in columns) else None
-    is_numbered = item is None or all(map(is_integer, schema.vocabularies.get(item, [])))
+    is_numbered = all(map(is_integer, schema.vocabularies.get(log.item, [])))
     settings = None if schema.statistics is None else comparable(schema.statistics, schema)
+    kept = {log.user, log.time, log.event_id, *(one.name for one in columns)}
+    log = msgspec.structs.replace(log, others=[one for one in log.others if one.name not in kept])
     own = {"codec": schema.codec, "statistics": settings, "items": items, "users": users}
-    return EventLayout(StateInfo(FORMAT, max_history, columns, item, is_numbered, **own))
+    return EventLayout(StateInfo(FORMAT, max_history, columns, log, is_numbered, **own))
 
 
 def _columns(fields: Iterable[Field]) -> list[Column]:
@@ -193,9 +234,37 @@ def comparable(settings: StatisticsSettings, schema: Schema) -> StatisticsSettin
     return replace(settings, num_known=1, columns=sized)
 
 
+def newest(
+    user: np.ndarray,
+    time: np.ndarray,
+    num_users: int,
+    most: int,
+    arrange: Callable[[np.ndarray], None] = lambda order: None,
+) -> list[np.ndarray]:
+    """Returns for each user the indices of their newest rows, at most `most`, by time; of one time as they come.
+
+    Args:
+        user: `[N]` int64 numbers of users.
+        time: `[N]` float64.
+        num_users, most: see above.
+        arrange: sorts in place the indices by user and time, such as those of one time by item.
+    """
+    order = np.lexsort((time, user))
+    if len(order):
+        arrange(order)
+    ends = np.cumsum(np.bincount(user, minlength=num_users))
+    begins = np.maximum(np.append(0, ends[:-1]), ends - most)
+    return [order[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+
 def user_key(user: str) -> bytes:
     """The key of a user's records."""
     return b"u" + user.encode()
+
+
+def other_key(user: str) -> bytes:
+    """The key of what is kept of a user's rows that are no events of histories."""
+    return b"i" + user.encode()
 
 
 def hashes(texts: Sequence[str | None]) -> np.ndarray:

@@ -2,27 +2,45 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
+from jfi.data.config import FeatureConfig
 from jfi.data.io.blocks import find_interactions, read_table
 from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.stages.columns import Columns
+from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import SourceTables
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.data.schema.columns import nth_values
+from jfi.events.events import user_blocks
 from jfi.serving.schema import LONGEST_ID, Schema
 from jfi.state.columns import Entity
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.layout import TIME, Column, EventLayout, StateInfo, hashes, layout_of
-from jfi.state.state import put_records, write_layout
+from jfi.state.layout import (
+    ID,
+    LABELED,
+    OTHERS,
+    TIME,
+    Column,
+    EventLayout,
+    Kind,
+    Log,
+    StateInfo,
+    hashes,
+    layout_of,
+    other_key,
+    user_key,
+)
+from jfi.state.state import write_layout
 from jfi.state.stores import Store
 from jfi.state.tables import read_semantic_ids, write_columns_of_log, write_tables
+from jfi.state.user_rows import mixed
 from jfi.utils.files import temporary_folder
-from jfi.utils.jagged import ranges
 
 #: Events that are encoded together, up to the user with the most.
 _AT_ONCE = 1 << 18
@@ -47,7 +65,7 @@ def fill(
         DataError: a table is missing or malformed, or a user's id is too long.
         StateError: see `layout_of`.
     """
-    users, events, layout = 0, 0, layout_of(requests, schema.max_history)
+    users, events, layout = 0, 0, layout_of(requests, schema.max_history, log_of(config, schema))
     if interactions != "none":
         if interactions is not None:
             config = replace(config, interactions=interactions, split="time", validation=None, test=None)
@@ -61,6 +79,33 @@ def fill(
     write_tables(store, layout.info, config, schema)
     write_layout(store, layout)
     return users, events
+
+
+def log_of(config: DataConfig, schema: DataSchema) -> Log:
+    """Returns what the columns of a run's log mean.
+
+    Args:
+        config: the section `data` of the run.
+        schema: of the run.
+    """
+    settings, label, others = config.resolved(), config.targets()[0], []
+    numbers = {name for of in ("user", "item", "event", "context") for name in settings.names(of, "number")}
+    for name in sorted(columns_of_log(config)):
+        kind: Kind = "any"
+        if name in numbers or name == settings.dwell:
+            kind = "number"
+        elif any(one.name == name for one in settings.features):
+            kind = "texts" if has_lists(schema, name) else "text"
+        others.append(Column(name, kind, settings.max_slots if kind == "texts" else 1))
+    own = settings.user, settings.item, settings.timestamp, settings.timestamp_unit
+    return Log(*own, label.label, label.task, settings.history, settings.event_id, others)
+
+
+def columns_of_log(config: DataConfig) -> set[str]:
+    """Returns the columns that a part of a run's log has."""
+    settings = config.resolved()
+    made = {*settings.statistics_columns(), settings.title, settings.request_id, settings.split_column}
+    return settings.columns(of_interactions=True) - made | ({settings.event_id} - {None})
 
 
 def counter_records(counters: StateCounters, config: DataConfig, schema: DataSchema) -> Iterator[tuple[bytes, bytes]]:
@@ -86,7 +131,7 @@ def counter_records(counters: StateCounters, config: DataConfig, schema: DataSch
 
 
 def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log: Collection[Entity]) -> DataConfig:
-    """The section `data` of a run, with what a log needs: neither labels and splits nor columns of tables."""
+    """The section `data` of a run, with what a log needs: neither splits nor columns of tables."""
     config = config.resolved()
     own = {one.name for one in requests.event_fields if one.kind != "cross"}
     has_policy = requests.policy is not None
@@ -94,11 +139,13 @@ def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log:
     for of, columns in (("item", info.items), ("user", info.users)):
         read[of] = read[of] | ({one.name for one in columns} if of in of_log else set())
     features = [one for one in config.features if one.name in read.get(one.of, ())]
+    if config.event_id is not None:
+        features.append(FeatureConfig(config.event_id))
     return replace(
         config,
         features=features,
         users=None,
-        label=None,
+        label=config.targets()[0].label if requests.statistics is not None else None,
         labels=[],
         weight=None,
         request_id=None,
@@ -114,7 +161,7 @@ def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log:
 def _load(
     store: Store, layout: EventLayout, config: DataConfig, schema: DataSchema, of_log: Collection[Entity]
 ) -> tuple[int, int]:
-    """Writes the newest events of each user of a log, and the columns of items and users that have no table."""
+    """Writes the newest rows of each user of a log, and the columns of items and users that have no table."""
     has_columns = any(one.of == "item" and one.name != config.item for one in config.features)
     items = None
     if config.items is not None and has_columns:
@@ -126,44 +173,52 @@ def _load(
     with temporary_folder("jfi-state-") as folder:
         read_and_sort(given, Stages(folder, durable=False), check=False)
         columns = Columns(given, folder, sorted_events(config, folder))
-        users = read_ids(folder, "user").to_pylist()
-        names = Dictionaries()
+        events, users = columns.events, read_ids(folder, "user").to_pylist()
+        if (longest := next((one for one in users if len(one.encode()) > LONGEST_ID), None)) is not None:
+            raise DataError(f"user {longest[:40]}... has an id of more than {LONGEST_ID} bytes")
+        names, items = Dictionaries(), hashes(read_ids(folder, "item").to_pylist())
+        given_ids = None if config.event_id is None else columns.categories(config.event_id, "event")
+        hashed = None if given_ids is None else hashes([*given_ids.values.to_pylist(), None])
         values = [_Values(column, columns, names) for column in layout.columns.values()]
 
-        def records() -> Iterator[tuple[str, np.ndarray]]:
-            for rows in _newest(columns, layout.keep):
-                found = np.zeros(len(rows), layout.dtype)
-                found[TIME] = columns.events.time[rows]
-                for column in values:
-                    found[column.name] = column.at(rows)
-                first = np.flatnonzero(np.diff(columns.events.user[rows], prepend=-1))
-                for begin, end in zip(first, np.append(first, len(rows))[1:], strict=True):
-                    name = users[columns.events.user[rows[begin]]]
-                    if len(name.encode()) > LONGEST_ID:
-                        raise DataError(f"user {name[:40]}... has an id of more than {LONGEST_ID} bytes")
-                    counts[0] += 1
-                    counts[1] += int(end - begin)
-                    yield name, found[begin:end]
+        def records(rows: np.ndarray, kind: np.dtype) -> np.ndarray:
+            found = np.zeros(len(rows), kind)
+            found[TIME], found[LABELED] = events.time[rows], ~np.isnan(events.label[rows])
+            found[ID] = mixed(items[events.item[rows]], found[TIME])
+            if given_ids is not None:
+                own = hashed[given_ids.codes[rows]]  # the code of a missing one is -1
+                found[ID] = np.where(own != 0, own, found[ID])
+            for column in values if kind == layout.dtype else ():
+                found[column.name] = column.at(rows)
+            return found
 
-        put_records(store, records())
+        def written() -> Iterator[tuple[bytes, bytes]]:
+            for begin, end in user_blocks(events.first, _AT_ONCE):
+                is_event = np.ones(end - begin, bool)
+                if events.rows is not None:
+                    own = slice(*np.searchsorted(events.rows, [begin, end]))
+                    is_event[:] = False
+                    is_event[events.rows[own] - begin] = True
+                for kind, key, most in ((True, user_key, layout.keep), (False, other_key, OTHERS)):
+                    rows = _newest(events.user, begin + np.flatnonzero(is_event == kind), most)
+                    found = records(rows, layout.dtype if kind else layout.others)
+                    ends = np.append(np.flatnonzero(np.diff(events.user[rows], prepend=-1)), len(rows))
+                    counts[0] += (len(ends) - 1) * kind
+                    counts[1] += len(rows) * kind
+                    for one, other in pairwise(ends.tolist()):
+                        yield key(users[events.user[rows[one]]]), found[one:other].tobytes()
+
+        store.put(written())
         store.put(names.changes().items())
         write_columns_of_log(store, layout.info, columns, sids, of_log)
     return counts[0], counts[1]
 
 
-def _newest(columns: Columns, most: int) -> Iterator[np.ndarray]:
-    """Yields the newest events `[N]` int64 of the users of a block."""
-    events = columns.events
-    first = events.first
-    if events.rows is not None:
-        first = np.searchsorted(events.rows, first.astype(events.rows.dtype))
-    kept = np.append(0, np.cumsum(np.minimum(np.diff(first), most)))
-    user = 0
-    while user < len(first) - 1:
-        end = max(user + 1, int(np.searchsorted(kept, kept[user] + _AT_ONCE, side="right")) - 1)
-        lengths = np.diff(kept[user : end + 1])
-        yield events.rows_at(ranges(first[user + 1 : end + 1] - lengths, lengths))
-        user = end
+def _newest(user: np.ndarray, rows: np.ndarray, most: int) -> np.ndarray:
+    """Returns of each user the last `most` of `rows`, which are sorted by user."""
+    own = user[rows]
+    last = np.searchsorted(own, own, "right")
+    return rows[last - np.arange(len(rows)) <= most]
 
 
 class _Values:
@@ -177,15 +232,19 @@ class _Values:
 
     def __init__(self, column: Column, columns: Columns, names: Dictionaries) -> None:
         self.name, self._column, config = column.name, column, columns.config
-        is_item = column.kind == "sid" or column.name in (config.item, *config.names("item", "category"))
-        self._index = columns.events.item if is_item else None
+        of: Entity = "event"
+        if column.kind == "sid" or column.name in (config.item, *config.names("item")):
+            of = "item"
+        elif column.name in config.names("user"):
+            of = "user"
+        self._index = {"event": None, "item": columns.events.item, "user": columns.events.user}[of]
         if column.kind == "sid":
             self._values = columns.item_sids()
             return
         if column.kind == "number":
-            self._values = columns.numbers(column.name, "event")
+            self._values = columns.numbers(column.name, of)
             return
-        self._coded = columns.categories(column.name, "item" if is_item else "event")
+        self._coded = columns.categories(column.name, of)
         texts = [*self._coded.values.to_pylist(), None]  # the code of a missing value is -1
         self._numbers = hashes(texts) if column.kind == "session" else names.numbers(column.name, texts)
 

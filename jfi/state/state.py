@@ -15,64 +15,30 @@ from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_columns
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import SentEvents
-from jfi.state.layout import EVENT_ID, FORMAT, TIME, EventLayout, StateInfo, comparable, user_key
+from jfi.state.events import LogRows
+from jfi.state.layout import FORMAT, TIME, EventLayout, StateInfo, comparable, other_key, user_key
 from jfi.state.lookups import Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
+from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
 _INFO = b"m"
-#: The newest ids of a user's events that are not of histories, by which repeated ones are known.
-_MAX_IDS = 256
-_NO_IDS = np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True)
 class Added:
-    """Counts the events of a body that are new, and those that were there already."""
+    """Counts the rows of a body.
+
+    Args:
+        added: those that count.
+        repeated: those that were there already.
+        late: those that were left out as too late.
+    """
 
     added: int
     repeated: int
-
-
-class _Changed:
-    """Reads keys as an update has changed them so far.
-
-    Args:
-        get: reads keys as they were.
-    """
-
-    def __init__(self, get: Get) -> None:
-        self._get = get
-        self.changes: Changes = {}
-
-    def __call__(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        absent = [key for key in dict.fromkeys(keys) if key not in self.changes]
-        found = dict(zip(absent, self._get(absent), strict=True)) if absent else {}
-        return [self.changes[key] if key in self.changes else found[key] for key in keys]
-
-    def ids(self, users: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns by user the newest ids of events that are not of histories."""
-        users = list(dict.fromkeys(users))
-        return dict(zip(users, map(_as_ids, self(list(map(_ids_key, users))), users), strict=True))
-
-    def keep_ids(self, events: SentEvents, rows: np.ndarray) -> None:
-        """Keeps the ids of those of a body's new events that are not of histories."""
-        rows = rows[~events.in_history[rows]]
-        own = self.ids(events.users[row] for row in rows)
-        for row in rows[events.records[EVENT_ID][rows] != 0]:
-            own[events.users[row]] = np.append(own[events.users[row]], events.records[EVENT_ID][row])
-        self.changes |= {_ids_key(user): ids[-_MAX_IDS:].tobytes() for user, ids in own.items() if len(ids)}
-
-
-def _ids_key(user: str) -> bytes:
-    return b"i" + user.encode()
-
-
-def _as_ids(value: bytes | None, user: str) -> np.ndarray:
-    with finding_damage(f"the ids of events of user '{user}'"):
-        return np.frombuffer(value or b"", np.uint64)
+    late: int = 0
 
 
 class UserState:
@@ -88,7 +54,7 @@ class UserState:
         StateError: it has no state, a damaged one, or not what the model reads.
     """
 
-    def __init__(self, store: Store, reader: RequestReader, max_late: float = 86400.0) -> None:
+    def __init__(self, store: Store, reader: RequestReader, max_late: float = MAX_LATE) -> None:
         self.store, self.reader, self.max_late = store, reader, max_late
         store.check()
         (self._info,) = store.get([_INFO])
@@ -136,12 +102,16 @@ class UserState:
         self._check_info(info)
         return list(map(self.layout.records, values, users))
 
-    def add(self, bodies: Sequence[SentEvents]) -> list[Added | BadRequestError]:
-        """Writes events, all at once; a body with a fault is left out whole.
+    def add(self, bodies: Sequence[LogRows], drop_late: bool = False) -> list[Added | BadRequestError]:
+        """Writes rows, all at once; a body with a fault is left out whole.
+
+        Args:
+            bodies: of rows.
+            drop_late: whether rows that are too late are left out, and are no fault.
 
         Raises:
-            StoreUnavailableError: the store does not answer, and it is unknown whether the events were written; sent
-                again with the same ids they count once.
+            StoreUnavailableError: the store does not answer, and it is unknown whether the rows were written; sent
+                again they count once.
             StateError: the state is damaged, and nothing was written.
         """
         results: list[Added | BadRequestError] = []
@@ -151,33 +121,31 @@ class UserState:
             results.clear()
             new.clear()
             users = list(dict.fromkeys(user for events in bodies for user in events.users))
-            info, *values = get([_INFO, *map(user_key, users)])
-            self._check_info(info)
-            now = dict(zip(users, map(self.layout.records, values, users), strict=True))
-            before = dict(now)
-            names, counted = Dictionaries(get, self._cache), _Changed(get)
-            added: list[tuple[SentEvents, np.ndarray]] = []
+            self._check_info(get([_INFO])[0])
+            now, names = UserRows(self.layout, get, users), Dictionaries(get, self._cache)
+            counted: list[tuple[LogRows, Chosen]] = []
             for events in bodies:
-                try:
-                    rows_of = self._new_rows_of(events, now, counted)
-                except BadRequestError as fault:
-                    results.append(fault)
+                chosen = now.choose(events, self.max_late)
+                if len(chosen.late) and not drop_late:
+                    results.append(self._late(events, int(chosen.late[0]), now))
                     continue
-                rows = np.concatenate(list(rows_of.values()))
-                now |= self._merged(events, rows_of, now, names)
-                if self.counters is not None:
-                    counted.keep_ids(events, rows)
-                    added.append((events, rows))
-                results.append(Added(len(rows), len(events) - len(rows)))
-            if added:
-                counted.changes |= self.counters.changes(get, added, self._ids)
+                now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
+                counted.append((events, chosen))
+                results.append(Added(len(chosen.kept), chosen.repeated, len(chosen.late)))
+            changes: Changes = {}
+            if self.counters is not None and counted:
+                changes |= self.counters.changes(get, counted, self._ids)
             new.update(names.new)
-            changed = {user_key(user): now[user].tobytes() for user in users if now[user] is not before[user]}
-            return changed | names.changes() | counted.changes
+            return changes | now.changes() | names.changes()
 
         self.store.update(change)
         self._cache.keep(new)
         return results
+
+    def _late(self, events: LogRows, row: int, now: UserRows) -> BadRequestError:
+        at, newest = events.place(row, self.layout.log.time), now.newest(events.users[row])
+        what = f"{newest - events.records[TIME][row]:.15g} s older than the newest row of the user"
+        return BadRequestError(f"{at} is {what}, and at most {self.max_late:g} s are allowed")
 
     def put(self, of: Entity, name: str, columns: Mapping[str, Values]) -> None:
         """Writes the columns of an item or a user, in place of those that were there; one that is not given is missing.
@@ -197,7 +165,7 @@ class UserState:
         found: list[bool] = []
 
         def change(get: Get) -> Changes:
-            keys = [self.tables[of].key(name), *([user_key(name), _ids_key(name)] if of == "user" else [])]
+            keys = [self.tables[of].key(name), *([user_key(name), other_key(name)] if of == "user" else [])]
             info, *values = get([_INFO, *keys])
             self._check_info(info)
             found[:] = [value is not None for value in values]
@@ -287,47 +255,6 @@ class UserState:
                 found[role] = np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)
         return tuple(found.values())
 
-    def _new_rows_of(self, events: SentEvents, now: dict[str, np.ndarray], get: "_Changed") -> dict[str, np.ndarray]:
-        """Returns by user the rows of a body that are not repeated.
-
-        Raises:
-            BadRequestError: one is too late.
-        """
-        rows_of: dict[str, list[int]] = {}
-        for row, user in enumerate(events.users):
-            rows_of.setdefault(user, []).append(row)
-        known = {} if self.counters is None else get.ids(events.users)
-        return {
-            user: self._new_rows(events, np.array(rows), now[user], known.get(user, _NO_IDS))
-            for user, rows in rows_of.items()
-        }
-
-    def _new_rows(self, events: SentEvents, rows: np.ndarray, old: np.ndarray, others: np.ndarray) -> np.ndarray:
-        ids = events.records[EVENT_ID]
-        rows = rows[~_is_repeated(np.append(old[EVENT_ID], others), ids[rows])]
-        if len(old) >= self.layout.keep:  # the ids of older events are forgotten, so a repeated one is not recognized
-            rows = rows[(ids[rows] == 0) | (events.records[TIME][rows] > old[TIME][0])]
-        late = rows[events.records[TIME][rows] < old[TIME][-1] - self.max_late] if len(old) else []
-        if len(late):
-            at, newest = events.place(int(late[0]), TIME), f"the newest event of the user, {old[TIME][-1]:.15g}"
-            time = events.records[TIME][late[0]]
-            raise BadRequestError(f"{at} is {time:.15g}, more than {self.max_late:g} s older than {newest}")
-        return rows
-
-    def _merged(
-        self, events: SentEvents, rows_of: dict[str, np.ndarray], now: dict[str, np.ndarray], names: Dictionaries
-    ) -> dict[str, np.ndarray]:
-        """Returns by user the records with the new events of a body, and with the numbers of their texts."""
-        merged, records = {}, events.records.copy()
-        for name, texts in events.texts.items():
-            records[name] = names.numbers(name, texts).reshape(records[name].shape)
-        for user, rows in rows_of.items():
-            if self.counters is not None:
-                rows = rows[events.in_history[rows]]
-            if len(rows):
-                merged[user] = self.layout.merge(now[user], records[rows], partial(names.texts, self.layout.item))
-        return merged
-
 
 def _decoded(found: bytes | None) -> StateInfo:
     """Decodes the description of a state; a StateError says that there is none, or one of another version."""
@@ -359,18 +286,6 @@ def write_layout(store: Store, layout: EventLayout) -> None:
 def is_empty(store: Store) -> bool:
     """Returns whether a store has no key, of a state or of one that was not filled to the end."""
     return next(iter(store.scan(b"")), None) is None
-
-
-def _is_repeated(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """`[N]` bool, whether an event's id, other than 0, is among the old ones or before it among the new."""
-    first = np.zeros(len(new), bool)
-    first[np.unique(new, return_index=True)[1]] = True
-    return (new != 0) & (~first | np.isin(new, old))
-
-
-def put_records(store: Store, records: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Writes the records of users, in several steps."""
-    store.put((user_key(user), own.tobytes()) for user, own in records)
 
 
 def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.ndarray]]:

@@ -17,6 +17,8 @@ import numpy as np
 
 #: Id of a value that is missing or that the training rows do not have.
 UNKNOWN = 0
+#: By unit of a time or a duration its seconds.
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 #: Of a raw id. The two int64 above stand for none where ids are mapped to rows.
 LARGEST_ID = 2**63 - 2
 #: Of float32. A dense feature further from 0 counts as missing, so that no mean or deviation leaves float64's range.

@@ -16,6 +16,8 @@ from jfi.state.layout import layout_of
 from jfi.state.state import UserState
 from jfi.state.stores import open_store
 
+from .state.adding import LOG
+
 NOW = 1_750_000_000
 
 
@@ -34,7 +36,7 @@ def test_all_ways_give_the_model_the_same_request(synthetic, tmp_path):
     plain, of_state = RequestReader(schema, limits), RequestReader(schema, limits, state=layout_of(schema, 40).info)
     draw, scorer = random.Random(0), SimpleNamespace(reader=plain)
     bodies = [serving_state.in_time_order(serving.make_body(scorer, serving.Shape(40, 5), draw)) for _ in range(3)]
-    store, layout = open_store(str(tmp_path / "state"), create=True), layout_of(schema, 40)
+    store, layout = open_store(str(tmp_path / "state"), create=True), layout_of(schema, 40, LOG)
     serving_state.fill(store, layout, schema, {40: bodies}, NOW)
     state = UserState(store, of_state)
     for i, body in enumerate(bodies):

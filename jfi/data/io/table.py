@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, as_float64, as_text, as_type, common_type, flatten, is_list, text_lists
-from jfi.utils.encoding import text_of
+from jfi.utils.encoding import SECONDS, text_of
 from jfi.utils.errors import suggest
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,6 @@ _log = logging.getLogger(__name__)
 #: Rows that are read at a time.
 BLOCK = 1 << 18
 _NUMBER, _MOMENT, _ZONED = pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 #: Texts by which programs write a missing value.
 _MARKS = pa.array(["\\N", "NULL", "null", "nan", "NaN", "NAN", "None", "NA", "N/A", "<NA>"], TEXT)
 # A value longer than this is cut in messages.
@@ -237,7 +236,7 @@ class SourceRows:
         if first != kind:
             raise self.fault(0, f"'{name}' is '{_show(column[0])}', {_differs(kind, first)}")
         if kind == _NUMBER and column.type != TEXT:
-            seconds = self.numbers(name) * _SECONDS[unit]
+            seconds = self.numbers(name) * SECONDS[unit]
         else:
             times, row = _convert(partial(_as_time, kind=first), column)
             if row is not None:
@@ -245,7 +244,7 @@ class SourceRows:
                 what = "neither a number nor a date" if alone is None else _differs(alone, first)
                 raise self.fault(row, f"'{name}' is '{_show(column[row])}', {what}")
             times = times.to_numpy(zero_copy_only=False)
-            seconds = times * (_SECONDS[unit] if kind == _NUMBER else 1e-6)
+            seconds = times * (SECONDS[unit] if kind == _NUMBER else 1e-6)
         wrong = ~np.isfinite(seconds)
         if wrong.any():
             row = int(wrong.argmax())

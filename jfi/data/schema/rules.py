@@ -23,9 +23,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyparsing as pp
 
+from jfi.data.config import LabelConfig
 from jfi.data.errors import DataError
 from jfi.data.io.table import SourceRows
-from jfi.utils.encoding import text_of
+from jfi.utils.encoding import LARGEST_NUMBER, text_of
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
 
@@ -244,6 +245,38 @@ def _grammar() -> tuple[pp.ParserElement, pp.ParserElement]:
 
 
 _RULE, _COLUMN = _grammar()
+
+
+def read_labels(table: SourceRows, one: LabelConfig) -> np.ndarray:
+    """`[N]` float32, 0 or 1, or NaN for a row that is history only.
+
+    Args:
+        table: the interactions.
+        one: the label. Its `label` is None (every row is a positive), a column of 0 and 1, or of finite numbers in a
+            regression, or a rule as `jfi.data.schema.rules` defines it.
+
+    Raises:
+        DataError: a wrong rule, an absent column, or a value that is not 0 or 1, or not finite.
+    """
+    label, task = one.label, one.task
+    if label is None:
+        return np.ones(len(table), np.float32)
+    column = only_column(label)
+    if column is None:
+        return parse_rule(label).holds(table)
+    advice = f"; did you mean a rule such as '{label} == VALUE'?" if task != "regression" else ""
+    values = table.numbers(column, advice)
+    if task == "regression":
+        wrong = np.abs(values) > LARGEST_NUMBER
+    else:
+        wrong = ~((values == 0) | (values == 1) | np.isnan(values))
+    if wrong.any():
+        row = int(wrong.argmax())
+        value, advice = f"{values[row]:g}", "a label with task: regression predicts numbers"
+        must = f"0 or 1; did you mean a rule such as '{label} >= {value}'? {advice}"
+        must = "a finite number of float32" if task == "regression" else must
+        raise table.fault(row, f"label '{label}' is {value}, not {must}")
+    return values.astype(np.float32)
 
 
 def check_held(

@@ -15,7 +15,7 @@ from jfi.serving.server.body import write_answer
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.state.columns import Entity, read_columns
-from jfi.state.events import SentEvents, names_of
+from jfi.state.events import LogRows, names_of
 from jfi.state.state import Added, UserState
 from jfi.state.stores import StoreUnavailableError
 
@@ -40,11 +40,11 @@ class EventWriter:
     def __init__(self, state: Callable[[], UserState], metrics: Metrics, capacity: int = 64) -> None:
         self._state, self._metrics = state, metrics
         self._capacity = capacity
-        self._waiting: deque[tuple[SentEvents, asyncio.Future]] = deque()
+        self._waiting: deque[tuple[LogRows, asyncio.Future]] = deque()
         self._at_once = _AT_ONCE
         self._thread, self._is_writing = ThreadPoolExecutor(1, "write"), False
 
-    async def add(self, events: SentEvents) -> Added:
+    async def add(self, events: LogRows) -> Added:
         """Writes a body of events.
 
         Raises:
@@ -80,7 +80,7 @@ class EventWriter:
         writing = loop.run_in_executor(self._thread, self._write, bodies)
         writing.add_done_callback(lambda done: self._end(waiting, done))
 
-    def _write(self, bodies: list[SentEvents]) -> list[Added | Exception]:
+    def _write(self, bodies: list[LogRows]) -> list[Added | Exception]:
         """Writes bodies together; if that fails, each alone, so that it fails no other, unless the store has failed."""
         count, start = sum(map(len, bodies)), time.monotonic()
         try:
@@ -96,7 +96,7 @@ class EventWriter:
             self._at_once = min(2 * self._at_once, _MOST)
         return results
 
-    def _end(self, waiting: list[tuple[SentEvents, asyncio.Future]], done: asyncio.Future) -> None:
+    def _end(self, waiting: list[tuple[LogRows, asyncio.Future]], done: asyncio.Future) -> None:
         self._is_writing = False
         if self._waiting:
             self._begin()

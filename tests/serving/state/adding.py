@@ -6,10 +6,12 @@ import signal
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.state.events import EventReader
-from jfi.state.layout import layout_of
+from jfi.state.layout import Log, layout_of
 from jfi.state.state import UserState
 from jfi.state.stores import open_store
 
+#: The names that the events of the tests have.
+LOG = Log("user", "item", "time", event_id="event_id")
 SCHEMA = Schema(
     user=[],
     candidate=[],
@@ -18,7 +20,7 @@ SCHEMA = Schema(
     user_id="user",
     item_id="item",
 )
-LAYOUT, READER = layout_of(SCHEMA, max_history=5000), RequestReader(SCHEMA, Limits(1, 5000))
+LAYOUT, READER = layout_of(SCHEMA, 5000, LOG), RequestReader(SCHEMA, Limits(1, 5000))
 READ = EventReader(LAYOUT, max_future=float("inf"))
 
 

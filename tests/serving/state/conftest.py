@@ -16,6 +16,8 @@ from jfi.state.layout import layout_of
 from jfi.state.state import write_layout
 from jfi.state.stores import LmdbStore, StoreUnavailableError, open_store
 
+from .adding import LOG
+
 #: A Debian package of the same name has it; Valkey's is the same for these tests.
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
@@ -94,7 +96,7 @@ class Failing(LmdbStore):
 @pytest.fixture
 def store(tmp_path, scorer):
     store = Failing(tmp_path / "state", create=True, max_bytes=1 << 24)
-    write_layout(store, layout_of(scorer.info.schema, scorer.info.limits.max_history))
+    write_layout(store, layout_of(scorer.info.schema, scorer.info.limits.max_history, LOG))
     yield store
     store.close()
 

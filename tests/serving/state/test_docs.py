@@ -14,9 +14,10 @@ pytest.importorskip("aiohttp")
 from jfi.events.groups import StatisticsSettings
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, Schema
+from jfi.serving.scorer import Scorer, StateSettings
 from jfi.state.events import EventReader
-from jfi.state.layout import layout_of
-from jfi.state.state import UserState, scan_records
+from jfi.state.layout import TIME, Log, layout_of
+from jfi.state.state import UserState, scan_records, write_layout
 from jfi.state.stores import LmdbStore
 
 from ..conftest import ROOT
@@ -37,8 +38,12 @@ def reader(scorer):
     return RequestReader(scorer.info.schema, Limits(100, 30), state=layout_of(scorer.info.schema, 30).info)
 
 
+#: What the page's run says of its log.
+OF_PAGE = Log("user", "item", "timestamp")
+
+
 def events_of(reader):
-    return EventReader(layout_of(reader.schema, 30))
+    return EventReader(layout_of(reader.schema, 30, OF_PAGE))
 
 
 def test_its_request_is_of_a_user_of_the_state(reader):
@@ -56,7 +61,7 @@ def test_its_events_are_read_by_columns_and_by_rows(reader):
 
 
 def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
-    (body,) = re.findall(r"```json\n(\[\{\"user\": \"u3\".*?\}\])\n```", TEXT)
+    (body,) = re.findall(r"```json\n(\[\{\"user_id\": \"u3\".*?\}\])\n```", TEXT)
     past = StatisticsSettings("user", "item_id", ["item"], 8, [], False, 1, [], {})
     schema = Schema(
         user=[],
@@ -67,12 +72,15 @@ def test_the_fields_of_its_event_are_those_of_a_run_with_statistics():
         item_id="item_id",
         statistics=past,
     )
-    events = EventReader(layout_of(schema, 30)).read(body.encode())
-    assert (events.items, events.labels.tolist(), events.in_history.tolist()) == (["12"], [0.0], [True])
-    assert set(json.loads(body)[0]) == {"user", "time", "event_id", "item_id", "action", "label", "in_history"}
+    log = Log(label="action == buy")
+    events = EventReader(layout_of(schema, 30, log)).read(body.encode())
+    assert (events.texts["item_id"], events.labels.tolist(), events.in_history.tolist()) == (["12"], [0.0], [True])
 
 
-def test_the_requests_that_the_page_shows_get_the_answers_that_it_shows(stateful):
+def test_the_requests_that_the_page_shows_get_the_answers_that_it_shows(scorer, exported, tmp_path):
+    store = LmdbStore(tmp_path / "state", create=True)
+    write_layout(store, layout_of(scorer.info.schema, 30, OF_PAGE))
+    stateful = Scorer(exported.path, state=StateSettings(store))
     assert [path for path, _, _ in SHOWN] == ["/events", "/score"]
     deleted, item = re.findall(r"^curl -X DELETE http://127.0.0.1:8000(\S+)$", TEXT, flags=re.MULTILINE)
     ((put, columns),) = re.findall(r"^curl -X PUT http://127.0.0.1:8000(\S+) --data '(.*)'$", TEXT, flags=re.MULTILINE)
@@ -132,7 +140,7 @@ def test_a_copy_that_is_made_while_events_are_written_is_the_state_of_a_moment(s
         stop.set()
         writer.join()
     copy = LmdbStore(tmp_path / "copy")
-    times = [one for _, own in scan_records(copy, state.layout) for one in own["time"].tolist()]
+    times = [one for _, own in scan_records(copy, state.layout) for one in own[TIME].tolist()]
     count = len(times) // 2
     assert before <= count <= after + 1 < len(written)
     assert sorted(times) == sorted([NOW + number for number in range(count)] * 2)  # whole bodies, up to one

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.state.events import EventReader
-from jfi.state.layout import layout_of
+from jfi.state.layout import TIME, layout_of
 from jfi.state.state import UserState, write_layout
 from jfi.state.stores import LmdbStore
 
@@ -21,6 +21,7 @@ from ..test_columns import assert_same, by_columns
 from ..test_json_schema import LAYOUT, changed, validator
 from ..test_policy_requests import ALL, LONG, SHORT, fitted, history, removing
 from ..test_policy_requests import reader as policy_reader
+from .adding import LOG
 
 NOW = 1_700_000_000.0
 #: A field of each kind.
@@ -60,7 +61,7 @@ LIMITS = Limits(max_candidates=3, max_history=20)
 
 
 def events_of(reader: RequestReader, **options) -> EventReader:
-    return EventReader(layout_of(reader.schema, reader.limits.max_history), clock=lambda: NOW, **options)
+    return EventReader(layout_of(reader.schema, reader.limits.max_history, LOG), clock=lambda: NOW, **options)
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def new_state(tmp_path):
 
     def make(reader: RequestReader, **options) -> UserState:
         opened.append(LmdbStore(tmp_path / f"state-{len(opened)}", create=True, max_bytes=1 << 24))
-        write_layout(opened[-1], layout_of(reader.schema, reader.limits.max_history))
+        write_layout(opened[-1], layout_of(reader.schema, reader.limits.max_history, LOG))
         return UserState(opened[-1], reader, **options)
 
     yield make
@@ -91,7 +92,7 @@ def row(draw: random.Random, odd: float = 0.0) -> dict:
 
     tags = (None, [], ["t"], [1, "t", None, "", True], ["-3", "new", "more", "t"], ["", None], [7.0])
     return {
-        "item": value(1, "2", 2.0, "-3", "a b", "null", True, "日本語の値", "new", 991, None, ""),
+        "item": value(1, "2", 2.0, "-3", "a b", "null", True, "日本語の値", "new", 991),
         "kind": value("k", "ü", 5, None),
         "wide": value("k", 5, None),
         "action": value("v", "b" * 40, "new", None),
@@ -180,6 +181,7 @@ def test_a_policy_keeps_the_events_that_it_keeps_of_a_request(policy, surfaces, 
     draw, weights, removed = random.Random(str(session)), 0, 0
     for number in range(25):
         rows = [each | {"age": float(int(each["age"])) + 0.5} for each in history(draw, surfaces, session)]
+        rows = [each for each in rows if each["item"] is not None]
         rows.sort(key=lambda each: -each["age"])
         rows = [
             each for each, before in zip(rows, [None, *rows], strict=False) if not before or each["age"] < before["age"]
@@ -216,23 +218,25 @@ def test_events_in_any_order_are_the_newest_by_time_and_item(data):
     keep, ids = data.draw(st.integers(1, 12)), {"1": 1, "2": 2, "10": 3, "9": 4, "30": 5, "x": 6, "y": 7}
     texts = {number: text for text, number in ids.items()}
     schema = ITEM if by_number else replace(ITEM, vocabularies={"item": ["1", "2", "10", "a"]})
-    layout = layout_of(schema, 1)
+    layout = layout_of(schema, 1, LOG)
     layout.keep = keep
     records = np.zeros(len(rows), layout.dtype)
-    records["time"], records["item"] = [time for time, _ in rows], [ids[text] for _, text in rows]
+    records[TIME], records["item"] = [time for time, _ in rows], [ids[text] for _, text in rows]
     order, kept, begin = data.draw(st.permutations(range(len(rows)))), np.zeros(0, layout.dtype), 0
     while begin < len(rows):
         end = begin + data.draw(st.integers(1, 8))
-        kept = layout.merge(kept, records[order[begin:end]], lambda of: [texts[one] for one in of])
+        joined = np.concatenate([kept, records[order[begin:end]]])
+        is_new, user = np.arange(len(joined)) >= len(kept), np.zeros(len(joined), np.int64)
+        (kept,) = layout.merge(user, joined, is_new, 1, lambda of: [texts[one] for one in of])
         begin = end
     wanted = sorted(rows, key=lambda one: (one[0], int(one[1]) if by_number else one[1]))[-keep:]
-    assert [(time, texts[item]) for time, item in kept[["time", "item"]].tolist()] == wanted
+    assert [(time, texts[item]) for time, item in kept[[TIME, "item"]].tolist()] == wanted
 
 
-def test_events_of_one_time_and_item_stay_in_the_order_in_which_they_came(new_state):
+def test_events_of_one_time_and_item_with_ids_stay_in_the_order_in_which_they_came(new_state):
     read = RequestReader(replace(SCHEMA, user_id="user"), LIMITS)
     state, events, draw = new_state(read), events_of(read), random.Random(2)
-    sent = [{"user": "u", "time": NOW} | row(draw) | {"item": 2, "seconds": i % 3} for i in range(9)]
+    sent = [{"user": "u", "time": NOW, "event_id": i} | row(draw) | {"item": 2, "seconds": i % 3} for i in range(9)]
     for begin, end in ((0, 4), (4, 5), (5, 9)):
         state.add([events(sent[begin:end])])
     (found,) = state.histories(["u"])
@@ -249,7 +253,7 @@ def test_more_events_than_are_kept_leave_the_newest(new_state):
     (again,) = state.add([events(sent)])
     assert (again.added, again.repeated) == (0, 200)  # an id that was forgotten counts as one that was there
     (found,) = state.histories(["u"])
-    assert found["time"].tolist() == [NOW - i for i in range(68, -1, -1)]
+    assert found[TIME].tolist() == [NOW - i for i in range(68, -1, -1)]
 
 
 def test_a_repeated_event_counts_once_wherever_it_is(new_state):
@@ -262,10 +266,11 @@ def test_a_repeated_event_counts_once_wherever_it_is(new_state):
     def add(*bodies: list) -> list[tuple[int, int]]:
         return [(one.added, one.repeated) for one in state.add(list(map(events, bodies)))]
 
-    assert add([event("a"), event("a"), event("b"), event(None), event(None)]) == [(4, 1)]
+    assert add([event("a"), event("a"), event("b"), event(None), event(None)]) == [(3, 2)]  # of one item and time
+    assert add([event(None, item=2), event(None, time=NOW - 1), event(None)]) == [(2, 1)]
     assert add([event("a"), event("c")], [event("c"), event("b", time=NOW - 9, item=2)]) == [(1, 1), (0, 2)]
     assert add([event("a", user="v"), event("7"), event(7), event(7.0)]) == [(2, 2)]
-    assert [len(one) for one in state.histories(["u", "v", "w"])] == [6, 1, 0]
+    assert [len(one) for one in state.histories(["u", "v", "w"])] == [7, 1, 0]
 
 
 def test_values_above_the_bounds_of_numbers_and_of_memory(new_state, monkeypatch):

@@ -17,29 +17,30 @@ from processes import context
 from jfi.serving.artifact import read
 from jfi.serving.requests import RequestReader
 from jfi.state.dictionaries import read_dictionary
-from jfi.state.layout import layout_of
+from jfi.state.layout import ID, TIME, layout_of
 from jfi.state.state import UserState, scan_records, write_layout
 from jfi.state.stores import open_store
 
 from ..test_commands import server
 from . import adding
+from .adding import LOG
 from .conftest import EVENT, NOW
 from .test_replay import contents
 
 
 def event_ids(state: UserState) -> set[int]:
-    return {one for _, records in scan_records(state.store, state.layout) for one in records["event_id"].tolist()}
+    return {one for _, records in scan_records(state.store, state.layout) for one in records[ID].tolist()}
 
 
 @cache
 def ids_of(number: int) -> list[int]:
-    return adding.READ(adding.body(number)).records["event_id"].tolist()
+    return adding.READ(adding.body(number)).records[ID].tolist()
 
 
 def check_records(state: UserState) -> None:
     """Checks that records are sorted, and that each value has one number, with a text."""
     for _, records in scan_records(state.store, state.layout):
-        assert len(records) and (np.diff(records["time"]) >= 0).all()
+        assert len(records) and (np.diff(records[TIME]) >= 0).all()
         for name in state.layout.columns:
             numbers = np.unique(records[name])
             assert None not in state.texts(name, numbers[numbers != 0].tolist())
@@ -110,7 +111,7 @@ def send(address: str, rows: list[dict]) -> dict:
 @pytest.mark.slow
 def test_a_server_that_is_killed_keeps_what_it_has_acknowledged(exported, tmp_path):
     info, _ = read(exported.path)
-    layout, draw, path = layout_of(info.schema, info.limits.max_history), random.Random(2), tmp_path / "state"
+    layout, draw, path = layout_of(info.schema, info.limits.max_history, LOG), random.Random(2), tmp_path / "state"
     reader = RequestReader(info.schema, info.limits)
     store = open_store(str(path), create=True)
     write_layout(store, layout)
@@ -133,7 +134,7 @@ def test_a_server_that_is_killed_keeps_what_it_has_acknowledged(exported, tmp_pa
                 assert process.wait(60) == -signal.SIGKILL
             alarm.cancel()
         state = UserState(open_store(str(path)), reader)
-        there = {user: records["time"].tolist() for user, records in scan_records(state.store, layout)}
+        there = {user: records[TIME].tolist() for user, records in scan_records(state.store, layout)}
         assert {user: [time for time in times if time < NOW + acknowledged] for user, times in there.items()} == {
             user: [time for time in times if time < NOW + acknowledged] for user, times in wanted.items()
         }
@@ -142,5 +143,5 @@ def test_a_server_that_is_killed_keeps_what_it_has_acknowledged(exported, tmp_pa
         told = send(address, [row for rows in bodies for row in rows])
         assert told["repeated"] >= acknowledged and told["added"] + told["repeated"] == len(bodies)
     state = UserState(open_store(str(path)), reader)
-    assert {user: records["time"].tolist() for user, records in scan_records(state.store, layout)} == wanted
+    assert {user: records[TIME].tolist() for user, records in scan_records(state.store, layout)} == wanted
     state.store.close()

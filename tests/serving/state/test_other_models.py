@@ -19,6 +19,7 @@ from jfi.state.state import UserState, write_layout
 from jfi.state.stores import StateError
 
 from ..test_columns import assert_same
+from .adding import LOG
 
 NOW = 1_700_000_000.0
 FIELDS = [
@@ -49,7 +50,7 @@ def rows(count: int = 200) -> list[dict]:
     draw, found = random.Random(0), []
     for number in range(count):
         row = {"user": f"u{draw.randrange(4)}", "time": NOW + number // 2, "event_id": number}
-        row |= {"item": draw.choice([1, 2, 3, 4, 50, None]), "action": draw.choice(["view", "buy", "share", None])}
+        row |= {"item": draw.choice([1, 2, 3, 4, 50, 60]), "action": draw.choice(["view", "buy", "share", None])}
         tags = draw.choice([None, [], ["a"], ["new", "b"], ["b", "x y", "a"]])
         row |= {"tags": tags, "seconds": draw.choice([0, 3, 9, None]), "city": draw.choice(["Bonn", "Köln", None])}
         found.append(row)
@@ -61,7 +62,7 @@ def reader(schema: Schema, max_history: int = 100) -> RequestReader:
 
 
 def filled(store, schema: Schema, events: list[dict], max_history: int = 100) -> UserState:
-    layout = layout_of(schema, max_history)
+    layout = layout_of(schema, max_history, LOG)
     write_layout(store, layout)
     state, read = UserState(store, reader(schema, max_history), max_late=np.inf), EventReader(layout)
     for begin in range(0, len(events), 50):
@@ -169,7 +170,7 @@ def test_what_the_state_does_not_have_is_refused_by_name(new_store, schema, max_
 def test_statistics_of_another_model_are_read_or_refused_by_name(new_store):
     past = StatisticsSettings("user", "item", ["popularity"], 10, list(HALF_LIVES), True, 3, [], {})
     counted = new_store()
-    write_layout(counted, layout_of(replace(SCHEMA, statistics=past), 100))
+    write_layout(counted, layout_of(replace(SCHEMA, statistics=past), 100, LOG))
     grown = replace(past, num_known=5)
     assert UserState(counted, reader(replace(SCHEMAS["grown"], statistics=grown))).counters.settings == grown
     assert UserState(counted, reader(SCHEMA)).counters is not None  # of a model that reads none: they are counted
@@ -181,7 +182,7 @@ def test_statistics_of_another_model_are_read_or_refused_by_name(new_store):
 def test_a_policy_reads_the_columns_that_the_model_reads_too(new_store):
     policy = replace(SCHEMA, policy=PolicyFields("dwell", "action", "session"))
     events = [row | {"dwell": i / 7, "session": f"s{i // 5}"} for i, row in enumerate(rows(60))]
-    layout = layout_of(policy, 100)
+    layout = layout_of(policy, 100, LOG)
     assert [one.kind for one in layout.columns.values()] == [
         "text",
         "text",
@@ -216,7 +217,7 @@ def test_an_export_has_the_values_that_were_sent(new_store, tmp_path, monkeypatc
         seconds = None if row["seconds"] is None else float(row["seconds"])
         return row["user"], row["time"], item, row["action"], tuple((row["tags"] or [])[:2]), seconds, row["city"]
 
-    wanted = [shown(row, row["item"] and str(row["item"])) for row in rows(50)]
+    wanted = [shown(row, str(row["item"])) for row in rows(50)]
     wanted += [shown(row, f"late {i}") for i, row in enumerate(rows(9))]
     assert sorted(map(str, (shown(row, row["item"]) for row in found))) == sorted(map(str, wanted))
 
@@ -251,9 +252,19 @@ def test_a_damaged_state_is_exported_by_nobody(new_store, tmp_path, capsys, name
 
 def test_a_number_is_given_to_no_second_value_where_the_count_of_values_is_lost(new_store):
     def event(user: str, action: str) -> list[dict]:
-        return [{"user": user, "time": NOW, "item": 1, "action": action, "tags": [], "seconds": 0, "city": None}]
+        return [
+            {
+                "user": user,
+                "time": NOW + len(action),
+                "item": 1,
+                "action": action,
+                "tags": [],
+                "seconds": 0,
+                "city": None,
+            }
+        ]
 
-    state, read = filled(new_store("state"), SCHEMA, []), EventReader(layout_of(SCHEMA, 100))
+    state, read = filled(new_store("state"), SCHEMA, []), EventReader(layout_of(SCHEMA, 100, LOG))
     state.add([read(event("u", "maybe"))])
     before = dict(state.store.scan(b"")) | {b"caction": None}
     state.store.update(lambda get: before)

@@ -12,12 +12,13 @@ import pytest
 import jfi
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.serving.scorer import Scorer, StateSettings
-from jfi.state.layout import layout_of
+from jfi.state.layout import TIME, layout_of
 from jfi.state.state import UserState, scan_records, write_layout
 from jfi.state.stores import open_store
 
 from ..conftest import as_sent
 from ..test_server import serve
+from .adding import LOG
 
 START = 1_700_000_000.0
 COLUMNS = ["item", "category", "rating"]
@@ -56,7 +57,7 @@ def body_of(rows: list[dict]) -> list[dict]:
 def stateful(exported, new_store):
     """The scorer of the artifact with an empty state."""
     store, plain = new_store(), Scorer(exported.path)
-    write_layout(store, layout_of(plain.info.schema, plain.info.limits.max_history))
+    write_layout(store, layout_of(plain.info.schema, plain.info.limits.max_history, LOG))
     return Scorer(exported.path, state=StateSettings(store))
 
 
@@ -131,7 +132,7 @@ def contents(state: UserState) -> dict[str, list[tuple]]:
     """By user the times and the values of all events."""
     found = {}
     for user, records in scan_records(state.store, state.layout):
-        columns = [records["time"].tolist()]
+        columns = [records[TIME].tolist()]
         for name, one in state.layout.columns.items():
             numbers = records[name].tolist()
             if one.kind == "texts":
@@ -165,7 +166,7 @@ def test_a_state_does_not_depend_on_the_order_of_arrival(exported, stateful, new
     loaded = UserState(open_store(name, timeout=10.0), stateful.reader)
     assert contents(loaded) == first
     table = pq.read_table(out)
-    assert table.column_names == ["user", "time", "item", "category", "rating"]
+    assert table.column_names == ["user", "timestamp", "item", "category", "rating"]
     rows_of = {}
     for user, *values in zip(*(column.to_pylist() for column in table.columns), strict=True):
         rows_of.setdefault(user, []).append(tuple(values))

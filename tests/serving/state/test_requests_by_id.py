@@ -176,7 +176,7 @@ def test_a_server_knows_what_was_loaded_and_put(exported, tmp_path, rows_of_tiny
     carried = {"item": [3, 17], "category": [of[3], of[17]]}
 
     async def put(client):
-        await added(client, {"user": "u", "time": NOW, "event_id": "e", "item": 3, "category": 3, "rating": 5})
+        await added(client, {"user": "u", "timestamp": NOW, "item": 3, "category": 3, "rating": 5})
         by_ids, whole = await scored(client, [3, 17]), await scored(client, carried)
         assert by_ids["scores"] == whole["scores"] and "unknown_items" not in whole["state"]
         assert by_ids["state"] == {"events": 1, "time": NOW, "unknown_items": 0, "available": True}

@@ -67,7 +67,7 @@ class Replay:
         pq.write_table(pa.Table.from_pylist(log, KINDS), folder / "log.parquet")
         base = DataConfig(interactions=str(folder / "log.parquet"), features=FEATURES, max_history=20, max_slots=2)
         self.config = dataclasses.replace(base, **change).resolved()
-        self.log, self.folder, self.rule = log, folder, "history" in change
+        self.log, self.folder = log, folder
         self.schema = load_dataset(self.config).schema
         pq.write_table(pa.Table.from_pylist(log[:known], KINDS), folder / "known.parquet")
         fields = schema_of(self.config, self.schema, True, True)
@@ -80,16 +80,8 @@ class Replay:
 
     def body(self, rows: list[dict]) -> list[dict]:
         """Events as a client sends them, with all fields that the run has."""
-        found = []
-        for row in rows:
-            event = {name: row[name] for name in self.events.fields}
-            event |= {"user": row["user_id"], "time": row["timestamp"], "event_id": str(self.log.index(row))}
-            if "label" in self.events.optional:
-                event["label"] = int(row["rating"] >= 4)
-            if self.rule:
-                event["in_history"] = row["rating"] >= 3
-            found.append(event)
-        return found
+        names = {*self.events.required, *self.events.optional}
+        return [{name: value for name, value in row.items() if name in names} for row in rows]
 
     def request(self, user: str, now: float) -> dict:
         by_item = {row["item_id"]: row for row in self.log}
@@ -151,16 +143,14 @@ def test_a_user_who_is_deleted_stays_in_the_counters(log, tmp_path, new_store):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"label": 0.5}, "events[0].label must be 0, 1 or null, got 0.5"),
-        ({"label": True}, "events[0].label must be 0, 1 or null, got True"),
-        ({"in_history": 1}, "events[0].in_history must be true or false, got 1"),
+        ({"rating": [0.5]}, "events[0].rating must be a string, a number or a boolean, or null, got list"),
         ({"item_id": None}, "events[0].item_id must be the id of an item, got None"),
     ],
 )
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
 def test_faults_of_what_is_counted_are_named(log, tmp_path, new_store, change, message):
     replay = Replay(log, CASES["labels"], tmp_path, new_store(), 0)
-    body = [replay.body(log[:1])[0] | {"in_history": True} | change]
+    body = [replay.body(log[:1])[0] | change]
     with pytest.raises(BadRequestError) as fault:
         replay.events(body)
     assert str(fault.value) == message

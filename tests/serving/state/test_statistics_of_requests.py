@@ -140,10 +140,8 @@ def test_a_model_without_history_reads_statistics_of_a_state(folder, tmp_path, n
     reader = RequestReader(schema, Limits(100, 20), state=layout_of(schema, 20).info)
     state, newest = UserState(store, reader), float(log["timestamp"].to_pylist()[-1])
     more = log.slice(0, 30).set_column(2, "timestamp", pa.array(np.arange(30) + newest + 1.0)).to_pylist()
-    names = {"user": "user_id", "time": "timestamp", "item_id": "item_id", "tags": "tags", "brand": "brand"}
-    events = [{name: row[of] for name, of in (names | {"rating": "rating"}).items()} for row in more]
-    events = [event | {"label": int(event["rating"] >= 4)} for event in events]
-    state.add([EventReader(state.layout)(events)])
+    names = ("user_id", "timestamp", "item_id", "tags", "brand", "rating")
+    state.add([EventReader(state.layout)([{name: row[name] for name in names} for row in more])])
     rows, log = rows_after(log, "u3", newest + 100), pa.concat_tables([log, pa.Table.from_pylist(more, log.schema)])
     request = request_of(log, "u3", rows, newest + 100)
     with pytest.raises(BadRequestError, match="history"):

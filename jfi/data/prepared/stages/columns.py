@@ -18,7 +18,7 @@ from jfi.data.prepared.stages.splits import SPLITS, count_training
 from jfi.data.schema.columns import CodedColumn, Dictionary
 from jfi.data.schema.schema import Entity
 from jfi.events.events import SortedEvents
-from jfi.utils.encoding import CROSSED, LARGEST_NUMBER
+from jfi.utils.encoding import CROSSED, LARGEST_NUMBER, SECONDS
 from jfi.utils.jagged import blocks
 
 
@@ -193,10 +193,6 @@ def _first_rows(index: np.ndarray, time: np.ndarray, count: int) -> np.ndarray:
         rows = begin + np.flatnonzero(time[begin:end] == since[index[begin:end]])
         first[index[rows][::-1]] = rows[::-1]  # of several rows of an index the last one that is written stays
     return first
-
-
-#: Seconds by `data.dwell_unit`.
-SECONDS = {"s": 1.0, "ms": 1e-3}
 
 
 def read_engagement(columns: Columns) -> Engagement | None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.config import WEIGHT, DataConfig, LabelConfig
+from jfi.data.config import WEIGHT, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import is_list
 from jfi.data.io.blocks import DROP, describe_left_out, find_interactions, name_files, read_files, read_table
@@ -22,9 +22,8 @@ from jfi.data.io.table import SourceRows, of_other_kind
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.stages.splits import named_splits
 from jfi.data.schema.columns import Dictionary, flat_lists
-from jfi.data.schema.rules import check_held, describe_values, only_column, parse_rule
+from jfi.data.schema.rules import check_held, describe_values, only_column, parse_rule, read_labels
 from jfi.data.schema.semantic_ids import SemanticIDs
-from jfi.utils.encoding import LARGEST_NUMBER
 from jfi.utils.jagged import blocks
 
 
@@ -303,38 +302,6 @@ class RowReader:
         for number, dictionary in enumerate(self._dictionaries.values()):
             write_arrow(self.folder / f"values-{number}.arrow", {"value": dictionary.flush()})
         self._writer.close()
-
-
-def read_labels(table: SourceRows, one: LabelConfig) -> np.ndarray:
-    """`[N]` float32, 0 or 1, or NaN for a row that is history only.
-
-    Args:
-        table: the interactions.
-        one: the label. Its `label` is None (every row is a positive), a column of 0 and 1, or of finite numbers in a
-            regression, or a rule as `jfi.data.schema.rules` defines it.
-
-    Raises:
-        DataError: a wrong rule, an absent column, or a value that is not 0 or 1, or not finite.
-    """
-    label, task = one.label, one.task
-    if label is None:
-        return np.ones(len(table), np.float32)
-    column = only_column(label)
-    if column is None:
-        return parse_rule(label).holds(table)
-    advice = f"; did you mean a rule such as '{label} == VALUE'?" if task != "regression" else ""
-    values = table.numbers(column, advice)
-    if task == "regression":
-        wrong = np.abs(values) > LARGEST_NUMBER
-    else:
-        wrong = ~((values == 0) | (values == 1) | np.isnan(values))
-    if wrong.any():
-        row = int(wrong.argmax())
-        value, advice = f"{values[row]:g}", "a label with task: regression predicts numbers"
-        must = f"0 or 1; did you mean a rule such as '{label} >= {value}'? {advice}"
-        must = "a finite number of float32" if task == "regression" else must
-        raise table.fault(row, f"label '{label}' is {value}, not {must}")
-    return values.astype(np.float32)
 
 
 def read_targets(table: SourceRows, config: DataConfig, label: np.ndarray) -> dict[str, np.ndarray]:
