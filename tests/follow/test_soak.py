@@ -152,11 +152,6 @@ def make_log() -> tuple[list[dict], list[list[dict]]]:
     return rows[:KNOWN], parts
 
 
-def event_of(row: dict, number: int, fields: dict) -> dict:
-    named = {"user": row["user_id"], "time": row["timestamp"], "event_id": number}
-    return named | {name: row[name] for name in fields if name not in named}
-
-
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A run that has ended, and publishes as it follows."""
@@ -221,12 +216,11 @@ def test_an_hour_with_kills_of_trainer_and_server(run, tmp_path, record_property
         asker = Asker(address, asked)
         surely(f"{address}/score", asked[0], lambda: tick(0))
         asker.start()
-        count, last = 0, ""
+        last = ""
         for number, part in enumerate(make_log()[1]):
             write(parts / (last := f"minute-{number:02d}.parquet"), part)
-            events = [event_of(row, count + i, fields) for i, row in enumerate(part)]
+            events = [{name: row[name] for name in fields} for row in part]
             surely(f"{address}/events", events, tick)
-            count += len(part)
             until = time.monotonic() + PAUSE
             while time.monotonic() < until:
                 tick()
