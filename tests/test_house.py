@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1759,
     "serving": 5418,
-    "state": 2679,
+    "state": 2685,
     "table1": 1135,
     "tables": 3175,
     "training": 6941,

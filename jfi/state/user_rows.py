@@ -71,7 +71,7 @@ class UserRows:
         self.events = list(map(layout.records, values[:count], users))
         self.others = list(map(layout.other_rows, values[count:], users))
         self._before = [*self.events], [*self.others]
-        self._joined: tuple[np.ndarray, np.ndarray] | None = None
+        self._decisive: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
 
     def choose(self, rows: Rows, max_late: float) -> Chosen:
         """Finds the rows that count.
@@ -81,8 +81,8 @@ class UserRows:
             max_late: seconds that a row may be older than the newest one of its user before these.
         """
         user, old_user, old = self._numbers(rows.users), *self._old()
-        is_event = np.append(np.arange(len(old)) < sum(map(len, self.events)), rows.in_history)
-        count, users = len(old), np.concatenate([old_user, user])
+        is_event = np.append(np.arange(len(old_user)) < sum(map(len, self.events)), rows.in_history)
+        count, users = len(old_user), np.concatenate([old_user, user])
         time, ids, labeled = (np.concatenate([old[name], rows.records[name]]) for name in (TIME, ID, LABELED))
         order = np.lexsort((labeled == 0, ids, users))  # stable: an old row comes before an equal new one
         again = np.zeros(len(order), bool)
@@ -122,7 +122,7 @@ class UserRows:
             if not new.any() and kept.all():
                 continue
             users = np.concatenate([old_user[old][kept], user[new]])
-            joined = np.concatenate([np.concatenate(of)[kept], _as(records[new], of[0].dtype)])
+            joined = _joined([_joined(of)[kept], _as(records[new], of[0].dtype)])
             if kind:
                 is_new = np.arange(len(joined)) >= kept.sum()
                 found = self.layout.merge(users, joined, is_new, len(self.users), texts)
@@ -133,7 +133,7 @@ class UserRows:
             changed[old_user[old][~kept]] = True
             for number in np.flatnonzero(changed).tolist():
                 of[number] = found[number]
-        self._joined = None
+        self._decisive = None
 
     def newest(self, user: str) -> float:
         """Returns the time of a user's newest row, who has one."""
@@ -148,14 +148,14 @@ class UserRows:
             changes |= {key(user): now.tobytes() for user, now, then in pairs if now is not then}
         return changes
 
-    def _old(self) -> tuple[np.ndarray, np.ndarray]:
+    def _old(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The numbers of the users of all rows, events before others, and what decides about them."""
-        if self._joined is None:
-            parts, kind = [*self.events, *self.others], self.layout.others
+        if self._decisive is None:
+            parts, none = [*self.events, *self.others], np.zeros(0, self.layout.others)
             numbers = np.array(2 * [*range(len(self.users))], np.int64)
-            rows = np.concatenate([np.zeros(0, kind), *(_as(one, kind) for one in parts if len(one))])
-            self._joined = np.repeat(numbers, list(map(len, parts))), rows
-        return self._joined
+            fields = {name: np.concatenate([none[name], *(one[name] for one in parts)]) for name in none.dtype.names}
+            self._decisive = np.repeat(numbers, list(map(len, parts))), fields
+        return self._decisive
 
     def _numbers(self, users: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self._number.__getitem__, users), np.int64, len(users))
@@ -164,6 +164,12 @@ class UserRows:
 def _as(records: np.ndarray, kind: np.dtype) -> np.ndarray:
     """The fields of `kind` of records."""
     return records if records.dtype == kind else records[[*kind.names]].astype(kind)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenates records of one type as bytes, which takes a quarter of the time."""
+    whole = np.dtype((np.void, parts[0].itemsize))
+    return np.concatenate([one.view(whole) for one in parts]).view(parts[0].dtype)
 
 
 def ids_of(items: Sequence[str], times: np.ndarray, event_ids: Sequence[str | None] | None = None) -> np.ndarray:
