@@ -83,7 +83,8 @@ class Records:
         in_history = np.ones(len(table), np.int8)
         if config.history is not None:
             in_history[:] = parse_rule(config.history).holds(table) == 1
-        labeled = (~np.isnan(read_labels(table, config.targets()[0]))).astype(np.int8)
+        label = config.targets()[0]
+        labeled = (~np.isnan(read_labels(table, label.label, label.task))).astype(np.int8)
         columns = [items, pa.array(times), pa.array(in_history), pa.array(labeled)]
         for name, numeric, lists in self.columns:
             if numeric:

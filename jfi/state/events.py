@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from jfi.serving.schema import KINDS, LATEST, LONGEST_TEXT, Field, id_schema
@@ -106,10 +107,11 @@ class EventReader:
         self._session = None if settings is None else settings.session
         if self._session is not None:
             own.append(self._session)
-        if log.label is not None or log.history is not None:
+        label = log.label if settings is not None else None  # only statistics read labels
+        if label is not None or log.history is not None:
             from jfi.state.meaning import Meaning  # only rules need pyarrow
 
-            self._meaning = Meaning(log)
+            self._meaning = Meaning(msgspec.structs.replace(log, label=label))
             own += self._meaning.of_history
         for name in (*own, *([log.event_id] if log.event_id else [])):
             self._kinds.setdefault(name, "category")
@@ -206,7 +208,9 @@ class EventReader:
 
             found = times(one.name, values, self._log.unit)
         else:
-            row = [type(value) in (int, float) for value in values].index(False)
+            is_date = [type(value) is str and re.match(_DATE, value) is not None for value in values]
+            is_number = [type(value) in (int, float) for value in values]
+            row = (is_date if is_date[0] else is_number).index(False)
             what = f"{_TIME['description']}, all of a body of one kind"
             raise BadRequestError(f"{place(row, one.name)} must be {what}, got {shown(values[row])}")
         is_old = found <= -LATEST

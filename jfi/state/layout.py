@@ -62,7 +62,7 @@ class Column(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the columns of a log mean, as the section `data` of a run says it.
+    """Says what the columns of a log mean, as the section `data` of a run does.
 
     Args:
         user, item, time: names of the columns.

@@ -104,8 +104,7 @@ def log_of(config: DataConfig, schema: DataSchema) -> Log:
 def columns_of_log(config: DataConfig) -> set[str]:
     """Returns the columns that a part of a run's log has."""
     settings = config.resolved()
-    made = {*settings.statistics_columns(), settings.title, settings.request_id, settings.split_column}
-    return settings.columns(of_interactions=True) - made | ({settings.event_id} - {None})
+    return settings.columns(of_interactions=True) - {*settings.statistics_columns()} | ({settings.event_id} - {None})
 
 
 def counter_records(counters: StateCounters, config: DataConfig, schema: DataSchema) -> Iterator[tuple[bytes, bytes]]:
@@ -140,7 +139,7 @@ def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log:
         read[of] = read[of] | ({one.name for one in columns} if of in of_log else set())
     features = [one for one in config.features if one.name in read.get(one.of, ())]
     if config.event_id is not None:
-        features.append(FeatureConfig(config.event_id))
+        features.append(FeatureConfig(config.event_id, "event"))
     return replace(
         config,
         features=features,

@@ -1,4 +1,4 @@
-"""What a request reads from the state of users, before and after it is read."""
+"""Describes what a request reads from the state of users."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(eq=False)
 class Lookup:
-    """What a request reads from the state, and what was found there.
+    """Describes what a request reads from the state, and what was found there.
 
     Args:
         now: time of the request in seconds; only events before it count.

@@ -1,4 +1,4 @@
-"""What the columns of a log mean: labels, which rows are events of histories, and dates, as training reads them."""
+"""Reads labels, which rows are events of histories, and dates from the columns of a log, as training does."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 
 from jfi.data import DataError
-from jfi.data.config import LabelConfig
 from jfi.data.io.table import SourceRows
 from jfi.data.schema.rules import label_columns, parse_rule, read_labels
 from jfi.serving.validation import BadRequestError
@@ -25,7 +24,7 @@ class Meaning:
     """
 
     def __init__(self, log: Log) -> None:
-        self._label = None if log.label is None else LabelConfig("label", log.label, log.task)
+        self._label, self._task = log.label, log.task
         self._of_label = [] if log.label is None else label_columns(log.label)
         self._history = None if log.history is None else parse_rule(log.history)
         #: The columns that tell which rows are events of histories.
@@ -52,7 +51,7 @@ class Meaning:
         labels, in_history = np.ones(len(table), np.float32), np.ones(len(table), bool)
         if self._label is not None:
             has_label = all(name in table.known for name in self._of_label)
-            labels = read_labels(table, self._label) if has_label else np.full_like(labels, np.nan)
+            labels = read_labels(table, self._label, self._task) if has_label else np.full_like(labels, np.nan)
         if self._history is not None:
             in_history = self._history.holds(table) == 1
         return labels, in_history

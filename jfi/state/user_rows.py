@@ -4,7 +4,7 @@ Servers and training that follows a log use the same code. A row is known again 
 user with one id the first one with a label counts, or without labels the first one; a row that was there without a
 label is replaced by one with it. Of a user with as many rows as are kept, a row that is as old as the oldest of these
 counts as repeated, since nobody knows whether it was there. So does an older one. A row that is much older than its
-user's newest one is late, and does not count.
+user's newest one is late, and does not count, unless it brings the label of a row that is there.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,7 +98,7 @@ class UserRows:
         full = np.tile([OTHERS, self.layout.keep], len(self.users))
         oldest[np.bincount(kind[:count], minlength=len(full)) < full] = -np.inf
         repeated = (again | (time <= oldest[kind]))[count:] & (replaced < 0)
-        late = ~repeated & (rows.records[TIME] < latest[user] - max_late)
+        late = ~repeated & (replaced < 0) & (rows.records[TIME] < latest[user] - max_late)
         (kept,) = np.nonzero(~repeated & ~late)
         replaced, stays = replaced[kept], np.ones(count, bool)
         stays[replaced[replaced >= 0]] = False

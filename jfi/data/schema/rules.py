@@ -23,7 +23,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyparsing as pp
 
-from jfi.data.config import LabelConfig
 from jfi.data.errors import DataError
 from jfi.data.io.table import SourceRows
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
@@ -247,18 +246,17 @@ def _grammar() -> tuple[pp.ParserElement, pp.ParserElement]:
 _RULE, _COLUMN = _grammar()
 
 
-def read_labels(table: SourceRows, one: LabelConfig) -> np.ndarray:
+def read_labels(table: SourceRows, label: str | None, task: str) -> np.ndarray:
     """`[N]` float32, 0 or 1, or NaN for a row that is history only.
 
     Args:
         table: the interactions.
-        one: the label. Its `label` is None (every row is a positive), a column of 0 and 1, or of finite numbers in a
-            regression, or a rule as `jfi.data.schema.rules` defines it.
+        label: None (every row is a positive), a column of 0 and 1, or of finite numbers in a regression, or a rule.
+        task: of the label.
 
     Raises:
         DataError: a wrong rule, an absent column, or a value that is not 0 or 1, or not finite.
     """
-    label, task = one.label, one.task
     if label is None:
         return np.ones(len(table), np.float32)
     column = only_column(label)

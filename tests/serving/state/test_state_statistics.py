@@ -1,6 +1,7 @@
 """Statistics of the past in the state of users: a log replayed, and what requests get compared with `jfi predict`."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pyarrow as pa
@@ -165,3 +166,41 @@ def test_other_statistics_are_refused(log, tmp_path, new_store):
             dataclasses.replace(replay.fields, statistics=past), Limits(100, 20), state=replay.state.layout.info
         )
         UserState(replay.state.store, reads)
+
+
+@pytest.mark.parametrize("change", [{}, {"event_id": "eid"}, {"history": "rating >= 3"}])
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_rows_of_a_loaded_log_count_once(log, tmp_path, new_store, monkeypatch, change):
+    monkeypatch.setitem(globals(), "KINDS", KINDS.append(pa.field("eid", pa.string())))
+    rows = [row | {"eid": f"e{number}"} for number, row in enumerate(log)]
+    replay = Replay(rows, CASES["labels"] | change, tmp_path, new_store(), len(rows))
+    state, before = UserState(replay.state.store, replay.reader, max_late=np.inf), dict(replay.state.store.scan(b""))
+    random.Random(0).shuffle(rows)
+    (told,) = state.add([replay.events(replay.body(rows))])
+    assert (told.added, told.repeated) == (0, len(rows))
+    assert dict(state.store.scan(b"")) == before
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_a_label_of_a_row_that_is_there_is_never_too_late(log, tmp_path, new_store):
+    replay = Replay(log, CASES["labels"], tmp_path, new_store(), 0)
+    first = log[0] | {"rating": None}
+    for row, added in ((first, 1), (first | {"timestamp": first["timestamp"] + 90_000}, 1), (first, 0), (log[0], 1)):
+        (told,) = replay.state.add([replay.events(replay.body([row]))])
+        assert told.added == added
+    (late,) = replay.state.add([replay.events(replay.body([log[0] | {"item_id": 3}]))])
+    assert isinstance(late, BadRequestError) and "older than the newest row of the user" in str(late)
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_rows_of_a_body_are_counted_in_the_order_of_time(log, tmp_path, new_store, monkeypatch):
+    monkeypatch.setattr("jfi.events.live_counters._AT_ONCE", 50)
+    found = []
+    for name, order in (("time", log), ("user", sorted(log, key=lambda row: row["user_id"]))):
+        (tmp_path / name).mkdir()
+        replay = Replay(log, CASES["labels"], tmp_path / name, new_store(name), 0)
+        state = UserState(replay.state.store, replay.reader, max_late=np.inf)
+        state.add([replay.events(replay.body(order))])
+        (filled,) = state.fill([replay.reader(replay.request("u3", log[-1]["timestamp"] + 60))])
+        found.append(filled.dense)
+    np.testing.assert_array_equal(*found)

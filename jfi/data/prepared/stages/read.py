@@ -222,7 +222,8 @@ class RowReader:
         self._dictionaries["user"].add(table.ids(config.user, DROP))
         self._dictionaries["item"].add(table.ids(config.item, DROP))
         put("time", table.times(config.timestamp, config.timestamp_unit))
-        labels = read_labels(table, config.targets()[0])
+        first = config.targets()[0]
+        labels = read_labels(table, first.label, first.task)
         put("label", labels)
         targets = read_targets(table, config, labels)
         for name, column in targets.items():
@@ -325,7 +326,7 @@ def read_targets(table: SourceRows, config: DataConfig, label: np.ndarray) -> di
             raise table.fault(row, f"weight '{config.weight}' is {shown}, must be positive and finite")
         found[WEIGHT] = np.where(is_wrong, np.float32(1), values)
     for name, one in config.further_labels().items():
-        found[name] = read_labels(table, one)
+        found[name] = read_labels(table, one.label, one.task)
     return found
 
 
