@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1759,
     "serving": 5418,
-    "state": 2688,
+    "state": 2661,
     "table1": 1135,
     "tables": 3175,
     "training": 6941,

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
@@ -25,8 +25,7 @@ from jfi.serving.validation import (
     texts,
 )
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes
-from jfi.state.user_rows import MAX_AHEAD, ids_of
+from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of
 from jfi.utils.encoding import SECONDS
 
 _ID = Field("id", "category")
@@ -63,9 +62,7 @@ class LogRows:
     labels: np.ndarray
     in_history: np.ndarray
     sessions: np.ndarray
-    place: Place = lambda row, name: f"events[{row}].{name}"
-    #: By column the values of each row, as they were given.
-    given: dict[str, Values] = field(default_factory=dict)
+    place: Place
 
     def __len__(self) -> int:
         return len(self.users)
@@ -96,7 +93,7 @@ class EventReader:
         self,
         layout: EventLayout,
         max_events: int = 10_000,
-        max_future: float = MAX_AHEAD,
+        max_future: float = 60.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.layout, self.max_events, self._log = layout, max_events, layout.log
@@ -195,7 +192,7 @@ class EventReader:
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(texts(Field(self._session, "category"), columns[self._session], place))
-        return LogRows(users, records, found, labels, in_history, sessions, place, columns)
+        return LogRows(users, records, found, labels, in_history, sessions, place)
 
     def _times(self, values: Values, place: Place) -> np.ndarray:
         """`[N]` float64 seconds."""

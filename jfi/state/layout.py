@@ -273,6 +273,30 @@ def hashes(texts: Sequence[str | None]) -> np.ndarray:
     return np.fromiter(hashed, np.uint64, len(texts))
 
 
+def ids_of(items: Sequence[str], times: np.ndarray, event_ids: Sequence[str | None] | None = None) -> np.ndarray:
+    """Returns the ids of rows `[N]` uint64: a hash of the event's id, or without one of the item and the time.
+
+    Args:
+        items: `[N]` texts.
+        times: `[N]` float64 seconds.
+        event_ids: `[N]` texts, None for a row without one.
+    """
+    found = mixed(hashes(items), times)
+    if event_ids is None:
+        return found
+    given = hashes(event_ids)
+    return np.where(given != 0, given, found)
+
+
+def mixed(items: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Returns hashes `[N]` uint64, none of them 0, of the hashes of items `[N]` uint64 and of times `[N]` float64."""
+    bits = (times + 0.0).view(np.uint64)  # without -0.0
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
+        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
+    bits = (bits ^ items) * np.uint64(0x9E3779B97F4A7C15)
+    return np.maximum(bits ^ (bits >> np.uint64(32)), np.uint64(1))
+
+
 def digest(text: str) -> bytes:
     """Returns 8 bytes that are the same for equal texts, and as good as never for others."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()

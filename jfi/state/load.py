@@ -33,13 +33,13 @@ from jfi.state.layout import (
     StateInfo,
     hashes,
     layout_of,
+    mixed,
     other_key,
     user_key,
 )
 from jfi.state.state import write_layout
 from jfi.state.stores import Store
 from jfi.state.tables import read_semantic_ids, write_columns_of_log, write_tables
-from jfi.state.user_rows import mixed
 from jfi.utils.files import temporary_folder
 
 #: Events that are encoded together, up to the user with the most.
@@ -90,7 +90,7 @@ def log_of(config: DataConfig, schema: DataSchema) -> Log:
     """
     settings, label, others = config.resolved(), config.targets()[0], []
     numbers = {name for of in ("user", "item", "event", "context") for name in settings.names(of, "number")}
-    for name in sorted(columns_of_log(config)):
+    for name in sorted(settings.columns(of_interactions=True) - {*settings.statistics_columns()}):
         kind: Kind = "any"
         if name in numbers or name == settings.dwell:
             kind = "number"
@@ -99,12 +99,6 @@ def log_of(config: DataConfig, schema: DataSchema) -> Log:
         others.append(Column(name, kind, settings.max_slots if kind == "texts" else 1))
     own = settings.user, settings.item, settings.timestamp, settings.timestamp_unit
     return Log(*own, label.label, label.task, settings.history, settings.event_id, others)
-
-
-def columns_of_log(config: DataConfig) -> set[str]:
-    """Returns the columns that a part of a run's log has."""
-    settings = config.resolved()
-    return settings.columns(of_interactions=True) - {*settings.statistics_columns()} | ({settings.event_id} - {None})
 
 
 def counter_records(counters: StateCounters, config: DataConfig, schema: DataSchema) -> Iterator[tuple[bytes, bytes]]:

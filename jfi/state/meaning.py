@@ -40,20 +40,17 @@ class Meaning:
         Raises:
             BadRequestError: a value is none that the label or the rule can be read from.
         """
+        labels, in_history = np.ones(count, np.float32), np.ones(count, bool)
         try:
             names = [name for name in {*self._of_label, *self.of_history} if name in columns]
-            return self.of(_as_table({name: columns[name] for name in names}, count))
+            table = _as_table({name: columns[name] for name in names}, count)
+            if self._label is not None:
+                has_label = all(name in columns for name in self._of_label)
+                labels = read_labels(table, self._label, self._task) if has_label else np.full_like(labels, np.nan)
+            if self._history is not None:
+                in_history = self._history.holds(table) == 1
         except DataError as fault:
             raise BadRequestError(str(fault)) from None
-
-    def of(self, table: SourceRows) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the same of the rows of a table; a fault is a DataError."""
-        labels, in_history = np.ones(len(table), np.float32), np.ones(len(table), bool)
-        if self._label is not None:
-            has_label = all(name in table.known for name in self._of_label)
-            labels = read_labels(table, self._label, self._task) if has_label else np.full_like(labels, np.nan)
-        if self._history is not None:
-            in_history = self._history.holds(table) == 1
         return labels, in_history
 
 

@@ -33,12 +33,10 @@ class Added:
     Args:
         added: those that count.
         repeated: those that were there already.
-        late: those that were left out as too late.
     """
 
     added: int
     repeated: int
-    late: int = 0
 
 
 class UserState:
@@ -102,12 +100,11 @@ class UserState:
         self._check_info(info)
         return list(map(self.layout.records, values, users))
 
-    def add(self, bodies: Sequence[LogRows], drop_late: bool = False) -> list[Added | BadRequestError]:
+    def add(self, bodies: Sequence[LogRows]) -> list[Added | BadRequestError]:
         """Writes rows, all at once; a body with a fault is left out whole.
 
         Args:
             bodies: of rows.
-            drop_late: whether rows that are too late are left out, and are no fault.
 
         Raises:
             StoreUnavailableError: the store does not answer, and it is unknown whether the rows were written; sent
@@ -126,12 +123,12 @@ class UserState:
             counted: list[tuple[LogRows, Chosen]] = []
             for events in bodies:
                 chosen = now.choose(events, self.max_late)
-                if len(chosen.late) and not drop_late:
+                if len(chosen.late):
                     results.append(self._late(events, int(chosen.late[0]), now))
                     continue
                 now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
                 counted.append((events, chosen))
-                results.append(Added(len(chosen.kept), chosen.repeated, len(chosen.late)))
+                results.append(Added(len(chosen.kept), chosen.repeated))
             changes: Changes = {}
             if self.counters is not None and counted:
                 changes |= self.counters.changes(get, counted, self._ids)

@@ -9,25 +9,15 @@ user's newest one is late, and does not count, unless it brings the label of a r
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from jfi.state.layout import ID, LABELED, OTHERS, TIME, EventLayout, hashes, newest, other_key, user_key
+from jfi.state.events import LogRows
+from jfi.state.layout import ID, LABELED, OTHERS, TIME, EventLayout, newest, other_key, user_key
 from jfi.state.stores import Changes, Get
 
-#: Seconds that a row may be ahead of the clock of the machine that reads it.
-MAX_AHEAD = 60.0
 #: Seconds that a row may be older than the newest one of its user, by default.
 MAX_LATE = 86400.0
-
-
-class Rows(Protocol):
-    """N rows of a log: `users` `[N]`, `records` `[N]` with TIME, ID and LABELED, and `in_history` `[N]` bool."""
-
-    users: list[str]
-    records: np.ndarray
-    in_history: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -36,15 +26,13 @@ class Chosen:
 
     Args:
         kept: `[K]` int64, the indices of those that do.
-        was_there: `[K]` bool, those that were there without the label that they have now.
-        was_event: `[K]` bool, those of them that were events of histories.
+        was_event: `[K]` bool, those that were there as events of histories, without the label that they have now.
         late: `[L]` int64, the indices of those that are too late.
         repeated: how many are there already.
         stays: `[O]` bool, the old rows of all users, events before others, that no row takes the place of.
     """
 
     kept: np.ndarray
-    was_there: np.ndarray
     was_event: np.ndarray
     late: np.ndarray
     repeated: int
@@ -73,7 +61,7 @@ class UserRows:
         self._before = [*self.events], [*self.others]
         self._decisive: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
 
-    def choose(self, rows: Rows, max_late: float) -> Chosen:
+    def choose(self, rows: LogRows, max_late: float) -> Chosen:
         """Finds the rows that count.
 
         Args:
@@ -103,9 +91,9 @@ class UserRows:
         replaced, stays = replaced[kept], np.ones(count, bool)
         stays[replaced[replaced >= 0]] = False
         was_event = np.append(is_event[:count], False)[replaced]  # -1 is False
-        return Chosen(kept, replaced >= 0, was_event, np.flatnonzero(late), int(repeated.sum()), stays)
+        return Chosen(kept, was_event, np.flatnonzero(late), int(repeated.sum()), stays)
 
-    def add(self, rows: Rows, chosen: Chosen, records: np.ndarray, texts: Callable[[list[int]], list]) -> None:
+    def add(self, rows: LogRows, chosen: Chosen, records: np.ndarray, texts: Callable[[list[int]], list]) -> None:
         """Adds rows that count.
 
         Args:
@@ -170,27 +158,3 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates records of one type as bytes, which takes a quarter of the time."""
     whole = np.dtype((np.void, parts[0].itemsize))
     return np.concatenate([one.view(whole) for one in parts]).view(parts[0].dtype)
-
-
-def ids_of(items: Sequence[str], times: np.ndarray, event_ids: Sequence[str | None] | None = None) -> np.ndarray:
-    """Returns the ids of rows `[N]` uint64: a hash of the event's id, or without one of the item and the time.
-
-    Args:
-        items: `[N]` texts.
-        times: `[N]` float64 seconds.
-        event_ids: `[N]` texts, None for a row without one.
-    """
-    found = mixed(hashes(items), times)
-    if event_ids is None:
-        return found
-    given = hashes(event_ids)
-    return np.where(given != 0, given, found)
-
-
-def mixed(items: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Returns hashes `[N]` uint64, none of them 0, of the hashes of items `[N]` uint64 and of times `[N]` float64."""
-    bits = (times + 0.0).view(np.uint64)  # without -0.0
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finalizer of SplitMix64
-        bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-    bits = (bits ^ items) * np.uint64(0x9E3779B97F4A7C15)
-    return np.maximum(bits ^ (bits >> np.uint64(32)), np.uint64(1))
