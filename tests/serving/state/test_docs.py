@@ -106,8 +106,8 @@ def test_the_requests_that_the_page_shows_get_the_answers_that_it_shows(scorer, 
 
 def test_sizes_are_those_of_the_records(stateful):
     layout = stateful.state.layout
-    assert f"Measured with three categories, {layout.dtype.itemsize} bytes an event" in OPERATIONS
-    assert f"at most `data.max_history` + {layout.keep - layout.max_history} events" in OPERATIONS
+    assert f"Three categories make {layout.dtype.itemsize} bytes an event" in OPERATIONS
+    assert f"at most `data.max_history` + {layout.keep - layout.max_history} events" in " ".join(OPERATIONS.split())
 
 
 def body(number: int) -> list[dict]:
