@@ -232,6 +232,8 @@ def serve() -> OptionParser:
     parser.add_argument("--sha256", metavar="HEX|FILE", help=sums)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for a free one")
+    tokens = "lines of scopes (read, write, delete) and a token, which a caller sends as Authorization: Bearer TOKEN"
+    parser.add_argument("--tokens", type=Path, metavar="FILE", help=tokens)
     tables = "device of the embedding tables (default: the model's)"
     parser.add_argument("--tables-device", choices=["cpu", "cuda"], help=tables)
     counts = {"type": at_least_one}

@@ -97,6 +97,7 @@ def serve(options: argparse.Namespace) -> None:
         body_seconds=options.body_seconds,
         deadline=options.deadline_ms / 1e3,
         follower=follower,
+        tokens=options.tokens,
     )
 
     async def run_until_signal() -> None:

@@ -15,7 +15,8 @@ A fault is answered by {"error": reason}: 400 for a request that does not match 
 that does not arrive in time, 413 for one that is too large, 415 for one that is compressed, 500 if the model fails or
 the state of users is damaged, and 503 with Retry-After if the server is at capacity, a request has waited until its
 deadline, or the state of users does not answer. Every answer has the header X-Request-ID, which is the request's own if
-it has one.
+it has one. With a file of tokens a request other than of a probe gets a 401 without a token of it, and a 403 with one
+for other scopes, before its body is read; see `jfi.serving.server.tokens`.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -39,13 +41,14 @@ from jfi.serving.server.events import EventWriter, json_response, state_routes
 from jfi.serving.server.follow import Follower
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
+from jfi.serving.server.tokens import Tokens
 from jfi.state.stores import StoreUnavailableError
 from jfi.utils.errors import InputError
 
 _RETRY_SECONDS = "1"
 _ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
-_REASONS = {400: "bad_request", 404: "not_found", 405: "method", 408: "slow_body", 413: "too_large"}
-_REASONS |= {415: "compressed"}
+_REASONS = {400: "bad_request", 401: "no_token", 403: "other_scope", 404: "not_found", 405: "method", 408: "slow_body"}
+_REASONS |= {413: "too_large", 415: "compressed"}
 _log = logging.getLogger("jfi.serving")
 _requests = logging.getLogger("jfi.serving.requests")
 
@@ -55,6 +58,7 @@ _BODIES = web.AppKey("bodies", Bodies)
 _CONNECTIONS = web.AppKey("connections", Connections)
 _FAULTS, _PROBES = web.AppKey("faults", Pace), web.AppKey("probes", Pace)
 _WRITER = web.AppKey("writer", EventWriter)
+_TOKENS = web.AppKey("tokens", Tokens)
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
 
@@ -72,6 +76,7 @@ def make_app(
     pace: float = 200.0,
     deadline: float = 5.0,
     follower: Follower | None = None,
+    tokens: Path | None = None,
 ) -> web.Application:
     """The application, which `run` serves.
 
@@ -86,6 +91,10 @@ def make_app(
         pace: as of Pace.
         deadline: seconds that a request may wait until a call of the model begins.
         follower: keeps it at the newest published version, which each answer names; `scorer` is what it started.
+        tokens: a file of callers' tokens; None answers all.
+
+    Raises:
+        InputError: the file of tokens is malformed.
     """
     admission, metrics = Admission(queue), Metrics()
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
@@ -93,6 +102,8 @@ def make_app(
     app[_METRICS], app[_BODIES], app[_STOPPING] = metrics, arriving, asyncio.Event()
     app[_FAULTS], app[_PROBES] = Pace(pace), Pace(pace)
     app[_CONNECTIONS] = Connections(connections, body_seconds, metrics)
+    if tokens is not None:
+        app[_TOKENS] = Tokens(tokens, metrics.tokens_refused)
 
     async def running(app: web.Application):
         nonlocal scorer
@@ -268,6 +279,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     path = "other" if request.match_info.http_exception is not None else request.match_info.route.resource.canonical
     request.protocol.begin()
     try:
+        if (tokens := request.app.get(_TOKENS)) is not None:
+            tokens.check(request, path)
         answer, refused = await handler(request), None
     except (asyncio.CancelledError, ConnectionError):
         metrics.left.inc()
@@ -316,8 +329,8 @@ def _fault(error: Exception, name: str) -> tuple[web.Response, str | None]:
             _log.error("request id=%s: %s", name, error)
             return _error(500, str(error)), None
         case web.HTTPException():
-            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-            return _error(error.status, error.text or error.reason, allow), _REASONS.get(error.status, "other")
+            kept = {name: error.headers[name] for name in ("Allow", "WWW-Authenticate") if name in error.headers}
+            return _error(error.status, error.text or error.reason, kept), _REASONS.get(error.status, "other")
     _log.error("request id=%s failed", name, exc_info=error)
     return _error(500, "the model failed on this request; see the server's log"), None
 

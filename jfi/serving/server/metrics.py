@@ -34,6 +34,8 @@ class Metrics:
         self.queue_capacity = Gauge("jfi_queue_capacity", "Most requests inside.", **own)
         self.bodies_arriving = Gauge("jfi_bodies_arriving", "Bodies that are arriving.", **own)
         self.connections = Gauge("jfi_connections", "Connections that are open.", **own)
+        described = "Changes of the file of tokens that cannot be read; the tokens stayed as they were."
+        self.tokens_refused = Counter("jfi_tokens_refused_total", described, **own)
         described = "Events of POST /events, by what became of them."
         self.events = Counter("jfi_state_events_total", described, ["result"], **own)
         for result in ("added", "repeated", "refused", "failed"):
