@@ -39,13 +39,14 @@ jfi serve --follow RUN/published --port 8000
 An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
 to the folder, --sha256 refuses any that does not have the SHA-256 that `jfi export` has printed.
 """
-_STATE = """Fills or exports a state: users' newest events, and columns of items and users, which `jfi serve` reads.
+_STATE = """Fills, exports or expires a state: users' newest events, and columns of items and users, for `jfi serve`.
 
 jfi state load --run RUN --state users                             # of the run's own interactions
 jfi state load --run RUN --interactions log.parquet --state redis://localhost:6379/0?prefix=clicks
 jfi state load --run RUN --interactions none --state users         # without events
 jfi state load --run RUN --items items.parquet --state users       # a state that is there: its items' columns
 jfi state export --state users --out events.parquet
+jfi state expire --state users --keep-days 90                      # removes older events
 
 A state is a folder, or a store of a Redis or Valkey server. It has the columns of the run's events as the log has them:
 artifacts with other vocabularies, quantiles or hash buckets read the same state.
@@ -67,6 +68,7 @@ jfi config copy quickstart my.yaml
 """
 
 _STATE_GB = "GiB that a state in a folder may take"
+_KEEP = "keep users' events for so many days"
 #: The option `--memory` of the commands that prepare tables.
 MEMORY = {"metavar": "SIZE", "help": "most that sorting holds in memory, such as 4GB (default: half of what is free)"}
 
@@ -268,13 +270,16 @@ def _state_options(parser: OptionParser) -> None:
     late = "an event may be older than its user's newest one"
     parser.add_argument("--late-seconds", type=at_least_zero, default=86400.0, help=late)
     parser.add_argument("--max-events", type=at_least_one, default=10_000, help="events of a body of POST /events")
+    parser.add_argument("--keep-days", type=at_least_one, metavar="DAYS", help=f"{_KEEP} (default: all)")
+    quota = "events of a user that count on a day of UTC, further ones are left out (default: any number)"
+    parser.add_argument("--user-quota", type=at_least_one, metavar="EVENTS", help=quota)
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
 
 
 def state() -> OptionParser:
     """Returns the options of `jfi state`."""
     parser = _parser("state", _STATE)
-    parser.add_argument("action", choices=["load", "export"], help="what to do")
+    parser.add_argument("action", choices=["load", "export", "expire"], help="what to do")
     parser.add_argument("--state", required=True, metavar="FOLDER|URL", help="the state, new for load without tables")
     parser.add_argument("--run", help="load: folder of a run of `jfi train`")
     log = "load: events, with the columns of training (default: the run's own interactions); or none"
@@ -284,6 +289,7 @@ def state() -> OptionParser:
         parser.add_argument(f"--{name}", metavar="FILE", help=text)
     _tables(parser, "load: a run")
     parser.add_argument("--out", help="export: .parquet file to write")
+    parser.add_argument("--keep-days", type=at_least_one, metavar="DAYS", help=f"expire: {_KEEP}, remove older ones")
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
     return parser
 

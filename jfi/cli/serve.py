@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import math
 import re
 import resource
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
+from jfi.state.retention import DAY, Retention
 from jfi.state.stores import Store, open_store
 from jfi.utils.errors import InputError
 from jfi.utils.files import reading_file
@@ -27,7 +29,8 @@ def load_artifact(options: argparse.Namespace, store: Store | None, path: Path) 
     state = None
     if store is not None:
         cold = options.if_state_fails == "cold"
-        state = StateSettings(store, cold, options.late_seconds, options.max_events)
+        retention = Retention((options.keep_days or math.inf) * DAY, options.user_quota)
+        state = StateSettings(store, cold, options.late_seconds, options.max_events, retention)
     sums = known_sums(options.sha256)
     return Scorer(path, *limits, output=options.output, sha256=sums, state=state)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jfi.cli.options import given_tables
 from jfi.state.state import is_empty, read_layout
@@ -27,9 +27,9 @@ _TIMEOUT = 60.0
 
 
 def main(options: argparse.Namespace) -> None:
-    """Fills or exports a state of users."""
+    """Fills a state of users, exports it, or removes old rows."""
     try:
-        {"load": _load, "export": _export}[options.action](options)
+        {"load": _load, "export": _export, "expire": _expire}[options.action](options)
     except StoreUnavailableError as error:
         raise OSError(f"the state of users: {error}") from None  # full or out of reach, and no fault of the input
 
@@ -92,9 +92,18 @@ def _export(options: argparse.Namespace) -> None:
     print(f"wrote {out}: {events:,} events of {users:,} users")
 
 
-def _required(options: argparse.Namespace, name: str) -> str:
+def _expire(options: argparse.Namespace) -> None:
+    from jfi.state.retention import DAY, Retention, expire
+
+    days = _required(options, "keep_days")
+    with closing(open_store(options.state, max_gb=options.state_gb, timeout=_TIMEOUT)) as store:
+        removed = sum(expire(store, read_layout(store), Retention(days * DAY)))
+    print(f"removed {removed:,} rows of {without_password(options.state)} that are older than {days} days")
+
+
+def _required(options: argparse.Namespace, name: str) -> Any:
     if (given := getattr(options, name)) is None:
-        raise StateError(f"jfi state {options.action} needs --{name}")
+        raise StateError(f"jfi state {options.action} needs --{name.replace('_', '-')}")
     return given
 
 

@@ -21,6 +21,7 @@ from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema, empty_request
 from jfi.serving.tables import Tables, load_tables
 from jfi.state.events import EventReader
+from jfi.state.retention import KEEP_ALL, Retention
 from jfi.state.state import UserState, read_layout
 from jfi.state.stores import Store, StoreUnavailableError
 from jfi.utils.errors import InputError
@@ -58,12 +59,14 @@ class StateSettings:
         cold_if_unavailable: whether a request is scored without events if the store does not answer.
         max_late: seconds that an event may be older than its user's newest one.
         max_events: most events of a body.
+        retention: which rows of users are taken and kept.
     """
 
     store: Store
     cold_if_unavailable: bool = False
     max_late: float = 86400.0
     max_events: int = 10_000
+    retention: Retention = KEEP_ALL
 
 
 class Scorer:
@@ -122,8 +125,8 @@ class Scorer:
         #: The events of users, and what reads those that are sent for them; both None without a state.
         self.state = self.events = None
         if state is not None:
-            self.state = _naming(path, lambda: UserState(state.store, self.reader, state.max_late))
-            self.events = EventReader(self.state.layout, state.max_events)
+            self.state = _naming(path, lambda: UserState(state.store, self.reader, state.max_late, state.retention))
+            self.events = EventReader(self.state.layout, state.max_events, clock=state.retention.clock)
         device = torch.device(tables_device or info.device)
         self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)
         #: Which outputs are logits that become probabilities; None where none does.

@@ -19,11 +19,14 @@ from jfi.state.events import LogRows
 from jfi.state.layout import FORMAT, TIME, EventLayout, StateInfo, comparable, other_key, user_key
 from jfi.state.lookups import Lookup
 from jfi.state.model_ids import ModelIds
+from jfi.state.retention import KEEP_ALL, Quota, Retention, expire, quota_key
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
 _INFO, _POSITION = b"m", b"p"
+#: By a user's id the keys of their rows, and of how many there have been today.
+USER_KEYS = user_key, other_key, quota_key
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,12 @@ class Added:
     Args:
         added: those that count.
         repeated: those that were there already.
+        over_quota: those that are left out, since their users have had all rows of the day.
     """
 
     added: int
     repeated: int
+    over_quota: int = 0
 
 
 class UserState:
@@ -46,14 +51,17 @@ class UserState:
         store: of the events.
         reader: of requests to the model, of whose schema, vocabularies and newest events the ids are.
         max_late: seconds that an event may be older than its user's newest one.
+        retention: which rows are taken and kept.
 
     Raises:
         StoreUnavailableError: the store does not answer.
         StateError: it has no state, a damaged one, or not what the model reads.
     """
 
-    def __init__(self, store: Store, reader: RequestReader, max_late: float = MAX_LATE) -> None:
-        self.store, self.reader, self.max_late = store, reader, max_late
+    def __init__(
+        self, store: Store, reader: RequestReader, max_late: float = MAX_LATE, retention: Retention = KEEP_ALL
+    ) -> None:
+        self.store, self.reader, self.max_late, self.retention = store, reader, max_late, retention
         store.check()
         (self._info,) = store.get([_INFO])
         self.layout = EventLayout(_decoded(self._info))
@@ -124,7 +132,10 @@ class UserState:
             users = list(dict.fromkeys(user for events in bodies for user in events.users))
             info, position = get([_INFO, _POSITION])
             self._check_info(info)
-            now, names = UserRows(self.layout, get, users), Dictionaries(get, self._cache)
+            kept, names, quota = self.retention, Dictionaries(get, self._cache), None
+            if kept.quota is not None:
+                quota = Quota(kept.quota, get, users, kept.clock())
+            now = UserRows(self.layout, get, users, kept.oldest(), quota)
             counted: list[tuple[LogRows, Chosen]] = []
             for events in bodies:
                 chosen = now.choose(events, self.max_late)
@@ -133,7 +144,7 @@ class UserState:
                     continue
                 now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
                 counted.append((events, chosen))
-                results.append(Added(len(chosen.kept), chosen.repeated))
+                results.append(Added(len(chosen.kept), chosen.repeated, chosen.over_quota))
             changes: Changes = {}
             if self.counters is not None and counted:
                 changes |= self.counters.changes(get, counted, self._ids)
@@ -164,14 +175,14 @@ class UserState:
         write_columns(self.store, self.tables[of], [name], columns, self._cache, check)
 
     def delete(self, of: Entity, name: str) -> bool:
-        """Removes the columns of an item or a user, and a user's events and their ids; returns whether there were any.
+        """Removes the columns of an item or a user, and a user's rows; returns whether there were any.
 
         Statistics of the past stay.
         """
         found: list[bool] = []
 
         def change(get: Get) -> Changes:
-            keys = [self.tables[of].key(name), *([user_key(name), other_key(name)] if of == "user" else [])]
+            keys = [self.tables[of].key(name), *([key(name) for key in USER_KEYS] if of == "user" else [])]
             info, *values = get([_INFO, *keys])
             self._check_info(info)
             found[:] = [value is not None for value in values]
@@ -179,6 +190,10 @@ class UserState:
 
         self.store.update(change)
         return any(found)
+
+    def expire(self) -> Iterator[int]:
+        """Removes the rows that are kept no longer, see `jfi.state.retention.expire`."""
+        return expire(self.store, self.layout, self.retention, lambda get: self._check_info(*get([_INFO])))
 
     def _check_info(self, info: bytes | None) -> None:
         if info != self._info:
@@ -239,7 +254,8 @@ class UserState:
     def _with_events(self, request: Request, events: np.ndarray) -> Request:
         stored, reader = request.stored, self.reader
         end = int(events[TIME].searchsorted(stored.now))
-        events = events[max(0, end - reader.limits.max_history) : end]
+        begin = int(events[TIME].searchsorted(self.retention.oldest(), "right"))
+        events = events[max(begin, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None
         ages, weights = stored.now - events[TIME], None
         if reader.schema.policy is not None and len(events):

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -75,6 +75,15 @@ class Store(Protocol):
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yields all keys that begin with `prefix`, and their values."""
+
+    def heads(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Yields lists of keys that begin with one of `prefixes`, with the first 8 bytes of their values.
+
+        A list may be empty. Between two lists no transaction is open; what is written meanwhile may be missing.
+
+        Args:
+            prefixes: of one length.
+        """
 
     def check(self) -> None:
         """Raises StateError if the store may remove keys by itself."""
@@ -189,6 +198,19 @@ class LmdbStore:
                     if not key.startswith(prefix):
                         break
                     yield key, value
+
+    def heads(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """See Store."""
+        for prefix in prefixes:
+            after: bytes | None = prefix
+            while after is not None:
+                with self._naming_faults(), self._environment.begin(buffers=True) as transaction:
+                    cursor = transaction.cursor()
+                    rest = cursor.iternext() if cursor.set_range(after) else iter(())
+                    rest = takewhile(lambda one, prefix=prefix: bytes(one[0][: len(prefix)]) == prefix, rest)
+                    found = [(bytes(key), bytes(value[:8])) for key, value in islice(rest, _AT_ONCE)]
+                yield found
+                after = found[-1][0] + b"\0" if found else None
 
     def check(self) -> None:
         """See Store."""
@@ -321,18 +343,33 @@ class RedisStore:
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """See Store; what is written meanwhile may be missing."""
-        pattern = b"".join(b"\\" + bytes([one]) if one in b"*?[]\\^" else bytes([one]) for one in self._prefix + prefix)
         seen: set[bytes] = set()
-        with self._reads() as client:
-            keys = client.scan_iter(match=pattern + b"*", count=_AT_ONCE)
-            while part := list(islice(keys, _AT_ONCE)):
-                part = [key for key in dict.fromkeys(part) if key not in seen]  # SCAN may give a key several times
-                if not part:
-                    continue
-                seen.update(part)
-                for key, value in zip(part, client.mget(part), strict=True):
-                    if value is not None:
-                        yield key.removeprefix(self._prefix), value
+        for part in self._keys([prefix]):
+            part = [key for key in part if key not in seen]  # SCAN may give a key several times
+            seen.update(part)
+            for key, value in zip(part, self.get(part), strict=True):
+                if value is not None:
+                    yield key, value
+
+    def heads(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """See Store; all keys of the server are read once."""
+        for keys in self._keys(prefixes):
+            with self._reads() as client, client.pipeline(transaction=False) as pipeline:
+                for key in self._own(keys):
+                    pipeline.getrange(key, 0, 7)
+                found = pipeline.execute() if keys else []
+            yield [one for one in zip(keys, found, strict=True) if one[1]]
+
+    def _keys(self, prefixes: Sequence[bytes]) -> Iterator[list[bytes]]:
+        """Yields lists of distinct keys that begin with one of `prefixes`, of one length."""
+        pattern, own, cursor = b"", tuple(self._own(prefixes)), None
+        for column in zip(*own, strict=True):
+            one = bytes(column[:1])
+            pattern += b"?" if len({*column}) > 1 else b"\\" + one if one in b"*?[]\\^" else one
+        while cursor != 0:
+            with self._reads() as client:
+                cursor, found = client.scan(cursor or 0, match=pattern + b"*", count=_AT_ONCE)
+            yield [key.removeprefix(self._prefix) for key in dict.fromkeys(found) if key.startswith(own)]
 
     def check(self) -> None:
         """See Store."""

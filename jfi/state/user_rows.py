@@ -14,6 +14,7 @@ import numpy as np
 
 from jfi.state.events import LogRows
 from jfi.state.layout import ID, LABELED, OTHERS, TIME, EventLayout, newest, other_key, user_key
+from jfi.state.retention import Quota, newer
 from jfi.state.stores import Changes, Get
 
 #: Seconds that a row may be older than the newest one of its user, by default.
@@ -29,6 +30,7 @@ class Chosen:
         was_event: `[K]` bool, those that were there as events of histories, without the label that they have now.
         late: `[L]` int64, the indices of those that are too late.
         repeated: how many are there already.
+        over_quota: how many are left out, since their users have had all rows of the day.
         stays: `[O]` bool, the old rows of all users, events before others, that no row takes the place of.
     """
 
@@ -36,6 +38,7 @@ class Chosen:
     was_event: np.ndarray
     late: np.ndarray
     repeated: int
+    over_quota: int
     stays: np.ndarray
 
 
@@ -46,18 +49,28 @@ class UserRows:
         layout: of the records.
         get: reads keys of the store.
         users: distinct ids.
+        oldest: time after which rows are kept; older ones count as repeated: nobody knows whether they were there.
+        quota: how many further rows of these users count, or None for any number.
 
     Raises:
         StateError: a user's rows are damaged.
     """
 
-    def __init__(self, layout: EventLayout, get: Get, users: Sequence[str]) -> None:
+    def __init__(
+        self,
+        layout: EventLayout,
+        get: Get,
+        users: Sequence[str],
+        oldest: float = -np.inf,
+        quota: Quota | None = None,
+    ) -> None:
         self.layout, self.users, count = layout, users, len(users)
+        self._oldest, self._quota = oldest, quota
         self._number = {user: number for number, user in enumerate(users)}
         values = get([*map(user_key, users), *map(other_key, users)])
         #: By user the events of histories, by time, and what is kept of the other rows.
-        self.events = list(map(layout.records, values[:count], users))
-        self.others = list(map(layout.other_rows, values[count:], users))
+        self.events = [newer(one, oldest) for one in map(layout.records, values[:count], users)]
+        self.others = [newer(one, oldest) for one in map(layout.other_rows, values[count:], users)]
         self._before = [*self.events], [*self.others]
         self._decisive: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
 
@@ -85,13 +98,14 @@ class UserRows:
         np.maximum.at(latest, old_user, time[:count])
         full = np.tile([OTHERS, self.layout.keep], len(self.users))
         oldest[np.bincount(kind[:count], minlength=len(full)) < full] = -np.inf
-        repeated = (again | (time <= oldest[kind]))[count:] & (replaced < 0)
+        repeated = (again | (time <= np.maximum(oldest, self._oldest)[kind]))[count:] & (replaced < 0)
         late = ~repeated & (replaced < 0) & (rows.records[TIME] < latest[user] - max_late)
-        (kept,) = np.nonzero(~repeated & ~late)
+        (valid,) = np.nonzero(~repeated & ~late)
+        kept = valid if self._quota is None else valid[self._quota.within(user[valid])]
         replaced, stays = replaced[kept], np.ones(count, bool)
         stays[replaced[replaced >= 0]] = False
         was_event = np.append(is_event[:count], False)[replaced]  # -1 is False
-        return Chosen(kept, was_event, np.flatnonzero(late), int(repeated.sum()), stays)
+        return Chosen(kept, was_event, np.flatnonzero(late), int(repeated.sum()), len(valid) - len(kept), stays)
 
     def add(self, rows: LogRows, chosen: Chosen, records: np.ndarray, texts: Callable[[list[int]], list]) -> None:
         """Adds rows that count.
@@ -103,6 +117,8 @@ class UserRows:
             texts: gives the texts of numbers of items.
         """
         user, is_event = self._numbers(rows.users)[chosen.kept], rows.in_history[chosen.kept]
+        if self._quota is not None:
+            self._quota.left -= np.bincount(user, minlength=len(self.users))
         old_user, stays, count = self._old()[0], chosen.stays, sum(map(len, self.events))
         for kind, of in ((True, self.events), (False, self.others)):
             old = slice(0, count) if kind else slice(count, None)
@@ -130,10 +146,10 @@ class UserRows:
 
     def changes(self) -> Changes:
         """Returns what the store gets."""
-        changes: Changes = {}
+        changes: Changes = {} if self._quota is None else self._quota.changes()
         for key, of, before in zip((user_key, other_key), (self.events, self.others), self._before, strict=True):
             pairs = zip(self.users, of, before, strict=True)
-            changes |= {key(user): now.tobytes() for user, now, then in pairs if now is not then}
+            changes |= {key(user): now.tobytes() or None for user, now, then in pairs if now is not then}
         return changes
 
     def _old(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -1,7 +1,8 @@
 """The HTTP server, with aiohttp.
 
 POST /score          a request -> {"scores": [...]}
-POST /events         with a state of users: events -> {"added": 1, "repeated": 0}, once they are stored
+POST /events         with a state of users: events -> {"added": 1, "repeated": 0}, once they are stored; with a quota of
+                     users also "over_quota", how many are left out
 PUT /items/ID        with a state of users: columns, in place of the item's -> {"stored": true}; so too /users/ID
 DELETE /users/ID     with a state of users: removes a user's events and columns -> {"deleted": true}; so too /items/ID
 GET  /schema         the JSON Schema of a request
@@ -114,12 +115,16 @@ def make_app(
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
         metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
+        retention, tasks = None if scorer.state is None else scorer.state.retention, []
         del scorer  # an artifact in use is held by Live alone, which releases it for another
-        following = None if follower is None else asyncio.create_task(follower.run(live, metrics))
+        if follower is not None:
+            tasks.append(asyncio.create_task(follower.run(live, metrics)))
+        if retention is not None and (retention.quota is not None or retention.seconds < math.inf):
+            tasks.append(asyncio.create_task(app[_WRITER].expire()))
         yield
-        if following is not None:
-            following.cancel()
-            await asyncio.wait([following])
+        for task in tasks:
+            task.cancel()
+            await asyncio.wait([task])
         await app[_WRITER].close()
         await app[LIVE].close()
 

@@ -1,6 +1,7 @@
 """Writes events to the state of users: those that wait while a write runs are written together by the next one."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jfi.state.columns import Entity, read_columns
 from jfi.state.events import LogRows, names_of
 from jfi.state.state import Added, UserState
 from jfi.state.stores import StoreUnavailableError
+from jfi.utils.errors import InputError
 
 T = TypeVar("T")
 
@@ -26,6 +28,10 @@ T = TypeVar("T")
 #: write of less than `_QUICK` seconds doubles them.
 _AT_ONCE, _FEWEST, _MOST = 1000, 100, 10_000
 _QUICK = 0.25
+#: Seconds after a step of a pass that removes rows, which has removed none or some, and from one pass to the next: a
+#: user who has rows of each day is written once in a pass.
+_STEP_SECONDS, _PASS_SECONDS = (0.01, 0.5), 86400.0
+_log = logging.getLogger("jfi.serving")
 
 
 class EventWriter:
@@ -64,6 +70,18 @@ class EventWriter:
     async def change(self, change: Callable[[UserState], T]) -> T:
         """Changes the state in the thread that writes events."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: change(self._state()))
+
+    async def expire(self) -> None:
+        """Removes the rows that are kept no longer, of a few users at a time, until it is cancelled."""
+        while True:
+            begin, steps = asyncio.get_running_loop().time(), self._state().expire()
+            try:
+                while (removed := await self.change(lambda _, steps=steps: next(steps, None))) is not None:
+                    self._metrics.expired.inc(removed)
+                    await asyncio.sleep(_STEP_SECONDS[removed > 0])
+            except (StoreUnavailableError, InputError) as error:
+                _log.error("rows that are kept no longer stay until the next pass: %s", error)
+            await asyncio.sleep(max(_PASS_SECONDS + begin - asyncio.get_running_loop().time(), 1.0))
 
     async def close(self) -> None:
         """Waits for the last write, of those too whose client has left."""
@@ -130,7 +148,10 @@ def state_routes(
             until = asyncio.get_running_loop().time() + deadline
             events = await live().read(live().now.scorer.events.read, body, until)
         added = await writer().add(events)  # outside of the admission: a slow store holds up no others
-        return json_response({"added": added.added, "repeated": added.repeated})
+        answer = {"added": added.added, "repeated": added.repeated}
+        if live().now.scorer.state.retention.quota is not None:
+            answer["over_quota"] = added.over_quota
+        return json_response(answer)
 
     async def put(of: Entity, request: web.Request) -> web.Response:
         admission.check()

@@ -38,8 +38,10 @@ class Metrics:
         self.tokens_refused = Counter("jfi_tokens_refused_total", described, **own)
         described = "Events of POST /events, by what became of them."
         self.events = Counter("jfi_state_events_total", described, ["result"], **own)
-        for result in ("added", "repeated", "refused", "failed"):
+        for result in ("added", "repeated", "over_quota", "refused", "failed"):
             self.events.labels(result)  # shown as 0 until there is one
+        described = "Rows of users that a pass over the state has removed, since they are kept no longer."
+        self.expired = Counter("jfi_state_expired_rows_total", described, **own)
         described = "Requests that read the state of users, by what they found."
         self.stored = Counter("jfi_state_requests_total", described, ["found"], **own)
         for found in ("events", "none", "unavailable"):
@@ -65,6 +67,7 @@ class Metrics:
         if isinstance(result, Added):
             self.events.labels("added").inc(result.added)
             self.events.labels("repeated").inc(result.repeated)
+            self.events.labels("over_quota").inc(result.over_quota)
         else:
             self.events.labels("refused" if isinstance(result, BadRequestError) else "failed").inc(count)
 
