@@ -117,8 +117,8 @@ def test_commands_are_known(page, command, monkeypatch):
         get_args_parser().parse_args([*words[1:start], "script.py"])
         run_python_command(words[start + (words[start + 1] == "jfi") :], monkeypatch)
     elif words[:3] == ["python", "-m", "lmdb"]:
-        found, (action, target) = importlib.import_module("lmdb.tool").make_parser().parse_args(words[3:])
-        assert action == "copy" and found.env and target
+        found, (action, *target) = importlib.import_module("lmdb.tool").make_parser().parse_args(words[3:])
+        assert found.env and ((action == "copy" and target) or (action == "rewrite" and found.target_env))
     elif words[0] == "python":
         run_python_command(words[1:], monkeypatch)
     elif words[0] == "jfi":

@@ -16,7 +16,7 @@ from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_co
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
-from jfi.state.layout import FORMAT, TIME, EventLayout, StateInfo, comparable, other_key, user_key
+from jfi.state.layout import FORMAT, TIME, EventLayout, StateInfo, comparable, digest, other_key, user_key
 from jfi.state.lookups import Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.retention import KEEP_ALL, Quota, Retention, expire, quota_key
@@ -175,14 +175,18 @@ class UserState:
         write_columns(self.store, self.tables[of], [name], columns, self._cache, check)
 
     def delete(self, of: Entity, name: str) -> bool:
-        """Removes the columns of an item or a user, and a user's rows; returns whether there were any.
+        """Removes the columns of an item or a user, and a user's rows and own statistics; returns if there were any.
 
-        Statistics of the past stay.
+        Statistics of items and values stay, in which the user's events have been counted.
         """
-        found: list[bool] = []
+        keys, found = [self.tables[of].key(name)], list[bool]()
+        if of == "user":
+            keys += [key(name) for key in USER_KEYS]
+            if self.counters is not None:
+                pages = self.store.heads(self.counters.live.prefixes_of(digest(name)))
+                keys += [key for page in pages for key, _ in page]
 
         def change(get: Get) -> Changes:
-            keys = [self.tables[of].key(name), *([key(name) for key in USER_KEYS] if of == "user" else [])]
             info, *values = get([_INFO, *keys])
             self._check_info(info)
             found[:] = [value is not None for value in values]

@@ -15,7 +15,7 @@ from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.state.events import EventReader
-from jfi.state.layout import layout_of
+from jfi.state.layout import digest, layout_of
 from jfi.state.load import fill
 from jfi.state.state import UserState
 from jfi.state.stores import StateError
@@ -130,15 +130,26 @@ def test_requests_get_what_predict_computes(log, case, known, tmp_path, new_stor
     assert filled.dense.std() > 0.1
 
 
-@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
-def test_a_user_who_is_deleted_stays_in_the_counters(log, tmp_path, new_store):
-    replay = Replay(log, CASES["labels"], tmp_path, new_store(), 400)
-    request = replay.request("u3", log[399]["timestamp"] + 60)
-    (before,) = replay.state.fill([replay.reader(request)])
-    assert before.num_events == 20 and replay.state.delete("user", "u3")
-    (after,) = replay.state.fill([replay.reader(request)])
-    assert after.num_events == 0
-    np.testing.assert_array_equal(after.dense, before.dense)
+@pytest.mark.parametrize("case", ["labels", "session"])
+def test_a_user_who_is_deleted_is_a_new_one_in_statistics_that_items_keep(log, case, tmp_path, new_store):
+    """No key has the digest of the user; what is sent afterwards counts from zero."""
+    replay = Replay(log, CASES[case], tmp_path, store := new_store(), 400)
+    now, one, other = log[449]["timestamp"] + 60, "u3", "u5"
+    replay.state.add([replay.events(replay.body(log[400:450]))])
+
+    def dense(user: str) -> np.ndarray:
+        (found,) = replay.state.fill([replay.reader(replay.request(user, now))])
+        return found.dense
+
+    before, strangers = dense(other), dense("a stranger")
+    assert any(digest(one) in key for key, _ in store.scan(b"k")) and not np.array_equal(dense(one), strangers)
+    assert replay.state.delete("user", one) and not replay.state.delete("user", one)
+    assert not any(digest(one) in key or one.encode() in key for key, _ in store.scan(b""))
+    np.testing.assert_array_equal(dense(one), strangers)
+    np.testing.assert_array_equal(dense(other), before)
+    rows = [row | {"user_id": user, "timestamp": now - 30} for user in (one, "new") for row in log[400:406]]
+    replay.state.add([replay.events(replay.body(rows))])
+    np.testing.assert_array_equal(dense(one), dense("new"))
 
 
 @pytest.mark.parametrize(
