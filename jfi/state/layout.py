@@ -72,6 +72,9 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         history: rule of which rows are events of histories; None for all.
         event_id: column of an id by which a row that comes again is known; None for the user, the item and the time.
         others: columns of the log that the records do not keep, such as those of labels.
+        missing_values: texts that mean a missing value.
+        separators: by column of lists what is between their values where they are one text.
+        null_ids: as `data.null_ids`.
     """
 
     user: str = "user_id"
@@ -83,6 +86,9 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     history: str | None = None
     event_id: str | None = None
     others: list[Column] = []
+    missing_values: list[str] = []
+    separators: dict[str, str] = {}
+    null_ids: str = "refuse"
 
 
 class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
