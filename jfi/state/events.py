@@ -72,6 +72,15 @@ class LogRows:
     def __len__(self) -> int:
         return len(self.users)
 
+    def take(self, rows: np.ndarray) -> "LogRows":
+        """Returns rows `[K]` int64, without what was given."""
+        texts = {name: np.array(own, object).reshape(len(self), -1)[rows].ravel() for name, own in self.texts.items()}
+        of_rows = (one[rows] for one in (self.labels, self.in_history, self.sessions))
+        users, place = [self.users[row] for row in rows], lambda row, name: self.place(int(rows[row]), name)
+        return LogRows(
+            users, self.records[rows], {name: one.tolist() for name, one in texts.items()}, *of_rows, {}, place
+        )
+
     def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
         """Returns the records of rows `[K]` int64, with the numbers of their texts."""
         records = self.records[rows]
@@ -104,9 +113,10 @@ class EventReader:
         self.layout, self.max_events, self._log = layout, max_events, layout.log
         self._max_future, self._clock, log, settings = max_future, clock, layout.log, layout.info.statistics
         #: By name the columns of a row, but for the user and the time.
-        self._columns = {one.name: one for one in (*layout.columns.values(), *log.others)}
+        self.columns = {one.name: one for one in (*layout.columns.values(), *log.others)}
         own, self._meaning = [log.user, log.time, *layout.columns], None
-        texts = [log.event_id] if log.event_id else []
+        #: Names of columns of ids, which records need not keep.
+        self.texts = texts = [log.event_id] if log.event_id else []
         self._session = None if settings is None else settings.session
         if self._session is not None:
             own.append(self._session)
@@ -117,20 +127,24 @@ class EventReader:
 
             self._meaning = Meaning(msgspec.structs.replace(log, label=label))
             own += self._meaning.of_history
+        #: Names of columns that rules and labels read.
+        self.raw: list[str] = [] if self._meaning is None else self._meaning.columns
         for name in (*texts, *own):
             if name not in (log.user, log.time):
-                self._columns.setdefault(name, Column(name, "text" if name in texts else "any"))
+                self.columns.setdefault(name, Column(name, "text" if name in texts else "any"))
         self._missing = {text for one in log.missing_values if (text := text_of(one)) is not None}
         self._missing_numbers = finite_numbers(log.missing_values)
         #: Names of the columns that each row has.
         self.required = list(dict.fromkeys(own))
         #: Names of those that all rows of a body have or none.
-        self.optional = [name for name in self._columns if name not in self.required]
+        self.optional = [name for name in self.columns if name not in self.required]
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a body of rows."""
-        values = {name: KINDS[FIELDS[one.kind]] for name, one in self._columns.items()}
-        values |= {name: {"anyOf": [values[name], KINDS["category"]]} for name in self._log.separators if name in values}
+        values = {name: KINDS[FIELDS[one.kind]] for name, one in self.columns.items()}
+        values |= {
+            name: {"anyOf": [values[name], KINDS["category"]]} for name in self._log.separators if name in values
+        }
         values |= {
             self._log.user: id_schema("the id of the user"),
             self._log.item: id_schema("the id of the item", LONGEST_TEXT),
@@ -168,7 +182,7 @@ class EventReader:
             BadRequestError: a fault, with its place.
         """
         check_count("events", given, self.max_events)
-        rows = Rows("events", given, {self._log.user, self._log.time, *self._columns})
+        rows = Rows("events", given, {self._log.user, self._log.time, *self.columns})
         rows.require(self.required)
         if not len(rows):
             raise BadRequestError("events must not be empty")
@@ -177,7 +191,7 @@ class EventReader:
             log.user: names_of(given[log.user], lambda row, _: place(row, log.user), missing=self._missing)
         }
         times, seconds = self._times(given[log.time], place)
-        for name, column in self._columns.items():
+        for name, column in self.columns.items():
             if name in given:
                 columns[name] = self._values(column, given[name], place)
         if None in columns[log.item]:
@@ -192,7 +206,9 @@ class EventReader:
         if column.kind == "number" and log.missing_values:
             values = [None if value in log.missing_values else value for value in values]
         elif (separator := log.separators.get(column.name)) is not None:
-            values = [(text_of(one) or "").split(separator) if type(one) in (str, int, float) else one for one in values]
+            values = [
+                (text_of(one) or "").split(separator) if type(one) in (str, int, float) else one for one in values
+            ]
         found = values_of(column, values, place)
         if column.kind == "any":
             return values
@@ -238,12 +254,16 @@ class EventReader:
         labels, in_history, given = np.ones(count, np.float32), np.ones(count, bool), dict(columns)
         if self._meaning is not None:
             labels, in_history = self._meaning(raw, count, place)
-            given |= {name: raw[name] for name in self._meaning.columns if name in raw}
+            given |= {name: raw[name] for name in self.raw if name in raw}
         records[LABELED] = ~np.isnan(labels)
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(columns[self._session])
         return LogRows(columns[log.user], records, found, labels, in_history, sessions, given, place)
+
+    def ahead(self, seconds: np.ndarray) -> np.ndarray:
+        """Returns which times are further ahead of the clock than is allowed."""
+        return seconds > self._clock() + self._max_future
 
     def _times(self, values: Values, place: Place) -> tuple[np.ndarray, np.ndarray]:
         """`[N]` numbers of the log's unit, or `[N]` datetime64; and these as `[N]` float64 seconds."""
@@ -263,7 +283,7 @@ class EventReader:
             row = (is_date if is_date[0] else is_number).index(False)
             what = f"{_TIME['description']}, all of a body of one kind"
             raise BadRequestError(f"{place(row, one.name)} must be {what}, got {shown(values[row])}")
-        is_none, ahead = ~(seconds > -LATEST), seconds > self._clock() + self._max_future
+        is_none, ahead = ~(seconds > -LATEST), self.ahead(seconds)
         if (ahead | is_none).any():
             row = int((ahead | is_none).argmax())
             if is_none[row]:
@@ -299,9 +319,7 @@ def _first_texts(values: list[str], lengths: np.ndarray, size: int) -> list[str 
     return found
 
 
-def names_of(
-    values: Sequence[object], place: Place, of: str = "a user", missing: Collection[str] = ()
-) -> list[str]:
+def names_of(values: Sequence[object], place: Place, of: str = "a user", missing: Collection[str] = ()) -> list[str]:
     """The texts of users' ids, or of items'; one that is in `missing` is none.
 
     Raises:

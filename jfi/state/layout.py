@@ -34,6 +34,8 @@ _OWN = [(TIME, "<f8"), (ID, "<u8"), (LABELED, "u1")]
 #: Events older than the newest `max_history` that stay, for requests of a time before the newest ones and for late
 #: rows; and rows that are no events of histories, by which repeated ones are known.
 MARGIN, OTHERS = 64, 256
+#: The key of the number of rows of the log that the state has.
+POSITION = b"p"
 #: The format of stores that this version reads.
 FORMAT = 3
 DTYPES = {"text": "<i4", "texts": "<i4", "number": "<f8", "sid": "<i8", "session": "<u8"}
@@ -301,6 +303,11 @@ def mixed(items: np.ndarray, times: np.ndarray) -> np.ndarray:
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     bits = (bits ^ items) * np.uint64(0x9E3779B97F4A7C15)
     return np.maximum(bits ^ (bits >> np.uint64(32)), np.uint64(1))
+
+
+def integer(value: bytes | None) -> int:
+    """Returns the number of a key such as `POSITION`, 0 where it is not there."""
+    return int.from_bytes(value or b"", "little")
 
 
 def digest(text: str) -> bytes:

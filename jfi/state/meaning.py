@@ -94,7 +94,11 @@ def array_of(values: Sequence | np.ndarray | pa.Array) -> pa.Array:
 
 
 def _as_table(
-    columns: Mapping[str, Sequence | np.ndarray | pa.Array], log: Log, place: Place, count: int, warned: set | None = None
+    columns: Mapping[str, Sequence | np.ndarray | pa.Array],
+    log: Log,
+    place: Place,
+    count: int,
+    warned: set | None = None,
 ) -> SourceRows:
     arrays = {"": pa.nulls(count)} | {name: array_of(values) for name, values in columns.items()}
     reading = SourceReading(tuple(log.missing_values), False, {}, set() if warned is None else warned)

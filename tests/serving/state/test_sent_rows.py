@@ -1,4 +1,4 @@
-"""Rows that are sent are read as training reads those of a table: missing values, separators, dates, and their faults."""
+"""Rows that are sent are read as training reads those of a table: missing values, separators and dates."""
 
 import logging
 
