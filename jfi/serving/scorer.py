@@ -60,6 +60,7 @@ class StateSettings:
         max_late: seconds that an event may be older than its user's newest one.
         max_events: most events of a body.
         retention: which rows of users are taken and kept.
+        is_logged: as of UserState.
     """
 
     store: Store
@@ -67,6 +68,7 @@ class StateSettings:
     max_late: float = 86400.0
     max_events: int = 10_000
     retention: Retention = KEEP_ALL
+    is_logged: bool = False
 
 
 class Scorer:
@@ -125,7 +127,8 @@ class Scorer:
         #: The events of users, and what reads those that are sent for them; both None without a state.
         self.state = self.events = None
         if state is not None:
-            self.state = _naming(path, lambda: UserState(state.store, self.reader, state.max_late, state.retention))
+            own = state.max_late, state.retention, state.is_logged
+            self.state = _naming(path, lambda: UserState(state.store, self.reader, *own))
             self.events = EventReader(self.state.layout, state.max_events, clock=state.retention.clock)
         device = torch.device(tables_device or info.device)
         self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)

@@ -1,6 +1,7 @@
 """The statistics of the past in a state of users: what events add to them, and what requests read."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -123,3 +124,14 @@ class StateCounters:
         if self._layout.is_numbered(item):
             return min(max(int(item) + _NUMBERS, 0), 2 * _NUMBERS - 1)
         return int.from_bytes(item.encode()[:8].ljust(8, b"\0"), "big")
+
+
+def check_statistics(own: StatisticsSettings | None, wanted: StatisticsSettings) -> None:
+    """Raises StateError if a state does not have the statistics that a model reads."""
+    load = "load it from the log by `jfi state load`"
+    if own is None:
+        raise StateError(f"the state of users has no statistics of the past, which the model reads; {load}")
+    one, other = asdict(own), asdict(wanted)
+    if name := next((name for name in one if one[name] != other[name]), None):
+        why = f"{name} {one[name]} and not {other[name]}; {load}"
+        raise StateError(f"the state of users has other statistics of the past, {why}")

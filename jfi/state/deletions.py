@@ -125,18 +125,18 @@ def _rewrite(path: Path, column: str, users: Collection[bytes]) -> bool:
 
 
 def keys_of_users(
-    heads: Callable[[Sequence[bytes]], Iterator[list[tuple[bytes, bytes]]]],
+    pages: Callable[[Sequence[bytes]], Iterator[list[tuple[bytes, bytes]]]],
     users: Collection[bytes],
     counters: StateCounters | None,
 ) -> list[bytes]:
     """Finds the keys of users in a state, of which all users are read.
 
     Args:
-        heads: of the store.
+        pages: of the store.
         users: digests of their ids.
         counters: of the state, or None.
     """
-    found = [key for page in heads(_KINDS) for key, _ in page if digest(key[1:].decode()) in users]
+    found = [key for page in pages(_KINDS) for key, _ in page if digest(key[1:].decode()) in users]
     for user in users if counters is not None else ():
-        found += [key for page in heads(counters.live.prefixes_of(user)) for key, _ in page]
+        found += [key for page in pages(counters.live.prefixes_of(user)) for key, _ in page]
     return found

@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jfi.state.dictionaries import read_dictionary
-from jfi.state.layout import TIME, Column, EventLayout
-from jfi.state.state import read_layout, scan_records
-from jfi.state.stores import StateError, Store
-from jfi.utils.encoding import SECONDS
+from jfi.state.layout import TIME, Column, EventLayout, user_key
+from jfi.state.state import read_layout
+from jfi.state.stores import StateError, Store, finding_damage
+from jfi.utils.encoding import PER_SECOND
 from jfi.utils.files import writing_file
 
 #: Events of a row group.
@@ -52,7 +52,7 @@ def export_events(store: Store, out: Path) -> tuple[int, int]:
             lengths, joined = list(map(len, records)), np.concatenate(records)
             columns = [
                 pa.array(np.repeat(np.array(names, object), lengths), pa.string()),
-                pa.array(joined[TIME] / SECONDS[log.unit]),
+                pa.array(joined[TIME] * PER_SECOND[log.unit]),
             ]
             for name, one in layout.columns.items():
                 values = texts[name](joined[name]) if name in texts else joined[name]
@@ -66,7 +66,7 @@ def export_events(store: Store, out: Path) -> tuple[int, int]:
 
 def _blocks(store: Store, layout: EventLayout) -> Iterator[tuple[list[str], list[np.ndarray]]]:
     names, records, count = [], [], 0
-    for user, own in scan_records(store, layout):
+    for user, own in _scan(store, layout):
         names.append(user)
         records.append(own)
         count += len(own)
@@ -75,6 +75,14 @@ def _blocks(store: Store, layout: EventLayout) -> Iterator[tuple[list[str], list
             names, records, count = [], [], 0
     if names:
         yield names, records
+
+
+def _scan(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields all users and their records."""
+    for key, value in store.scan(user_key("")):
+        with finding_damage("the id of a user"):
+            user = key[1:].decode()
+        yield user, layout.records(value, user)
 
 
 class _Texts:

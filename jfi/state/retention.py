@@ -81,6 +81,10 @@ def quota_key(user: str) -> bytes:
     return b"q" + user.encode()
 
 
+#: The keys of a user's rows and quota, by the id.
+USER_KEYS = user_key, other_key, quota_key
+
+
 def newer(records: np.ndarray, oldest: float) -> np.ndarray:
     """Returns the records of a user that are newer than a moment."""
     return records if oldest == -math.inf else records[int(records[TIME].searchsorted(oldest, "right")) :]
@@ -101,11 +105,11 @@ def expire(
         After each step the number of rows that it has removed.
     """
     oldest, today = retention.oldest(), retention.clock() - DAY
-    kinds = (user_key, layout.dtype, oldest), (other_key, layout.others, oldest), (quota_key, _QUOTA_DTYPE, today)
-    for key, kind, moment in kinds:
-        for page in store.heads([key("")]) if moment > -math.inf else ():
+    kinds = (layout.dtype, oldest), (layout.others, oldest), (_QUOTA_DTYPE, today)
+    for key, (kind, moment) in zip(USER_KEYS, kinds, strict=True):
+        for page in store.pages([key("")]) if moment > -math.inf else ():
             with finding_damage("the time of a row"):  # the first field of a record, of which the oldest is the first
-                found = [key for key, head in page if head and _TIME.unpack(head)[0] <= moment]
+                found = [key for key, value in page if value and _TIME.unpack_from(value)[0] <= moment]
             removed = _remove(store, found, kind, moment, check) if found else 0
             yield removed if key is not quota_key else 0
 

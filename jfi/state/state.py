@@ -1,32 +1,32 @@
 """The newest events of users, read for requests and written as events arrive."""
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 
 import msgspec
 import numpy as np
 
-from jfi.events.groups import StatisticsSettings
 from jfi.serving.requests import Encoded, Request, RequestReader
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_columns
-from jfi.state.counters import StateCounters
+from jfi.state.counters import StateCounters, check_statistics
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
-from jfi.state.layout import FORMAT, TIME, EventLayout, StateInfo, comparable, digest, other_key, user_key
+from jfi.state.layout import FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, digest, integer, user_key
 from jfi.state.lookups import Lookup
 from jfi.state.model_ids import ModelIds
-from jfi.state.retention import KEEP_ALL, Quota, Retention, expire, quota_key
+from jfi.state.outbox import entry
+from jfi.state.retention import KEEP_ALL, USER_KEYS, Quota, Retention, expire
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
-_INFO, _POSITION = b"m", b"p"
-#: By a user's id the keys of their rows, and of how many there have been today.
-USER_KEYS = user_key, other_key, quota_key
+_INFO = b"m"
+#: The key of what was fed to a state last.
+_CURSOR = b"f"
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class Added:
     Args:
         added: those that count.
         repeated: those that were there already.
+        late: those that came too late and were left out.
         over_quota: those that are left out, since their users have had all rows of the day.
     """
 
     added: int
     repeated: int
+    late: int = 0
     over_quota: int = 0
 
 
@@ -52,6 +54,7 @@ class UserState:
         reader: of requests to the model, of whose schema, vocabularies and newest events the ids are.
         max_late: seconds that an event may be older than its user's newest one.
         retention: which rows are taken and kept.
+        is_logged: whether rows that are accepted go into the outbox too, see `jfi.state.outbox`.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -59,9 +62,15 @@ class UserState:
     """
 
     def __init__(
-        self, store: Store, reader: RequestReader, max_late: float = MAX_LATE, retention: Retention = KEEP_ALL
+        self,
+        store: Store,
+        reader: RequestReader,
+        max_late: float = MAX_LATE,
+        retention: Retention = KEEP_ALL,
+        is_logged: bool = False,
     ) -> None:
         self.store, self.reader, self.max_late, self.retention = store, reader, max_late, retention
+        self._is_logged = is_logged
         store.check()
         (self._info,) = store.get([_INFO])
         self.layout = EventLayout(_decoded(self._info))
@@ -70,7 +79,7 @@ class UserState:
             what = f"keeps {info.max_history} events of a user, and the model reads {reader.limits.max_history}"
             raise StateError(f"the state {what}; load it by `jfi state load` of a run with that `data.max_history`")
         if schema.statistics is not None:
-            _check_statistics(info.statistics, comparable(schema.statistics, schema))
+            check_statistics(info.statistics, comparable(schema.statistics, schema))
         #: Rows of the log that the state has, as of the last read or write.
         self.position = 0
         #: Numbers and texts that were read.
@@ -122,42 +131,108 @@ class UserState:
             StateError: the state is damaged, and nothing was written.
         """
         results: list[Added | BadRequestError] = []
+
+        def change(get: Get, names: Dictionaries) -> tuple[int, Changes]:
+            results.clear()
+            counted, told, changes = self._count(get, names, bodies, refuses_late=True)
+            results.extend(told)
+            rows = [(events, chosen.kept) for events, chosen in counted]
+            count = sum(len(kept) for _, kept in rows)
+            if self._is_logged and count:
+                begin = integer(get([POSITION])[0])
+                changes |= entry(begin, self.layout, self.tables, rows, get, names.texts)
+            return count, changes
+
+        self._update(change)
+        return results
+
+    def feed(self, steps: Sequence[Sequence[LogRows]], cursors: tuple[bytes | None, bytes]) -> Added | None:
+        """Adds rows of a log that others write, all at once; late ones are left out.
+
+        Args:
+            steps: bodies that are counted together, one after another as they were accepted, or in the order of time.
+            cursors: what the state was fed last before, and with these rows.
+
+        Returns:
+            None, and nothing is added, if the state was fed something else meanwhile.
+
+        Raises:
+            StoreUnavailableError, StateError: as of `add`.
+        """
+        found: list[Added] = []
+
+        def change(get: Get, names: Dictionaries) -> tuple[int, Changes]:
+            found.clear()
+            changes: Changes = {}
+            if get([_CURSOR]) != [cursors[0]]:
+                return 0, changes
+
+            def read(keys: Sequence[bytes]) -> list[bytes | None]:
+                values = get(keys)
+                return [changes.get(key, value) for key, value in zip(keys, values, strict=True)] if changes else values
+
+            for bodies in steps:
+                _, told, own = self._count(read, names, bodies, refuses_late=False)
+                changes |= own
+                found.extend(told)
+            return sum(map(len, chain.from_iterable(steps))), changes | {_CURSOR: cursors[1]}
+
+        self._update(change)
+        if not found:
+            return None
+        return Added(
+            *(sum(getattr(one, name) for one in found) for name in ("added", "repeated", "late", "over_quota"))
+        )
+
+    def cursor(self) -> bytes | None:
+        """Returns what the state was fed last."""
+        return self.store.get([_CURSOR])[0]
+
+    def _update(self, change: Callable[[Get, Dictionaries], tuple[int, Changes]]) -> None:
+        """Writes what `change` returns, with the numbers of new texts and the rows by which the position grows."""
         new: dict[str, dict[str | None, int]] = {}
         end = 0
 
-        def change(get: Get) -> Changes:
+        def whole(get: Get) -> Changes:
             nonlocal end
-            results.clear()
-            new.clear()
-            users = list(dict.fromkeys(user for events in bodies for user in events.users))
-            info, position = get([_INFO, _POSITION])
+            info, position = get([_INFO, POSITION])
             self._check_info(info)
-            kept, names, quota = self.retention, Dictionaries(get, self._cache), None
-            if kept.quota is not None:
-                quota = Quota(kept.quota, get, users, kept.clock())
-            now = UserRows(self.layout, get, users, kept.oldest(), quota)
-            counted: list[tuple[LogRows, Chosen]] = []
-            for events in bodies:
-                chosen = now.choose(events, self.max_late)
-                if len(chosen.late):
-                    results.append(self._late(events, int(chosen.late[0]), now))
-                    continue
-                now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
-                counted.append((events, chosen))
-                results.append(Added(len(chosen.kept), chosen.repeated, chosen.over_quota))
-            changes: Changes = {}
-            if self.counters is not None and counted:
-                changes |= self.counters.changes(get, counted, self._ids)
+            names = Dictionaries(get, self._cache)
+            count, changes = change(get, names)
+            end = integer(position) + count
+            new.clear()
             new.update(names.new)
-            end = _integer(position) + sum(len(chosen.kept) for _, chosen in counted)
-            if end > _integer(position):
-                changes[_POSITION] = end.to_bytes(8, "little")
-            return changes | now.changes() | names.changes()
+            return changes | names.changes() | ({POSITION: end.to_bytes(8, "little")} if count else {})
 
-        self.store.update(change)
+        self.store.update(whole)
         self._cache.keep(new)
         self.position = end
-        return results
+
+    def _count(
+        self, get: Get, names: Dictionaries, bodies: Sequence[LogRows], refuses_late: bool
+    ) -> tuple[list[tuple[LogRows, Chosen]], list[Added | BadRequestError], Changes]:
+        """Adds bodies of rows to those of their users, and counts them together.
+
+        Returns:
+            The bodies that were added with their rows that count, what became of each body, and what changes.
+        """
+        users, kept = list(dict.fromkeys(user for events in bodies for user in events.users)), self.retention
+        quota = None if kept.quota is None or not refuses_late else Quota(kept.quota, get, users, kept.clock())
+        now = UserRows(self.layout, get, users, kept.oldest(), quota)
+        counted: list[tuple[LogRows, Chosen]] = []
+        results: list[Added | BadRequestError] = []
+        for events in bodies:
+            chosen = now.choose(events, self.max_late)
+            if refuses_late and len(chosen.late):
+                results.append(self._late(events, int(chosen.late[0]), now))
+                continue
+            now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
+            counted.append((events, chosen))
+            results.append(Added(len(chosen.kept), chosen.repeated, len(chosen.late), chosen.over_quota))
+        changes: Changes = {}
+        if self.counters is not None and counted:
+            changes |= self.counters.changes(get, counted, self._ids)
+        return counted, results, changes | now.changes()
 
     def _late(self, events: LogRows, row: int, now: UserRows) -> BadRequestError:
         at, newest = events.place(row, self.layout.log.time), now.newest(events.users[row])
@@ -183,7 +258,7 @@ class UserState:
         if of == "user":
             keys += [key(name) for key in USER_KEYS]
             if self.counters is not None:
-                pages = self.store.heads(self.counters.live.prefixes_of(digest(name)))
+                pages = self.store.pages(self.counters.live.prefixes_of(digest(name)))
                 keys += [key for page in pages for key, _ in page]
 
         def change(get: Get) -> Changes:
@@ -217,9 +292,9 @@ class UserState:
         values: Sequence[bytes | None] = [None] * sum(map(len, keys))
         position = 0
         if any(one.stored is not None for one in requests) and is_available:
-            info, found, *values = self.store.get([_INFO, _POSITION, *chain.from_iterable(keys)])
+            info, found, *values = self.store.get([_INFO, POSITION, *chain.from_iterable(keys)])
             self._check_info(info)
-            self.position = position = _integer(found)
+            self.position = position = integer(found)
         rest = iter(values)
         found = [
             one if one.stored is None else self._filled(one, [*islice(rest, len(own))])
@@ -284,10 +359,6 @@ class UserState:
         return tuple(found.values())
 
 
-def _integer(value: bytes | None) -> int:
-    return int.from_bytes(value or b"", "little")
-
-
 def _decoded(found: bytes | None) -> StateInfo:
     """Decodes the description of a state; a StateError says that there is none, or one of another version."""
     if found is None:
@@ -318,22 +389,3 @@ def write_layout(store: Store, layout: EventLayout) -> None:
 def is_empty(store: Store) -> bool:
     """Returns whether a store has no key, of a state or of one that was not filled to the end."""
     return next(iter(store.scan(b"")), None) is None
-
-
-def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields all users and their records."""
-    for key, value in store.scan(user_key("")):
-        with finding_damage("the id of a user"):
-            user = key[1:].decode()
-        yield user, layout.records(value, user)
-
-
-def _check_statistics(own: StatisticsSettings | None, wanted: StatisticsSettings) -> None:
-    """Raises StateError if a state does not have the statistics that a model reads."""
-    load = "load it from the log by `jfi state load`"
-    if own is None:
-        raise StateError(f"the state of users has no statistics of the past, which the model reads; {load}")
-    one, other = asdict(own), asdict(wanted)
-    if name := next((name for name in one if one[name] != other[name]), None):
-        why = f"{name} {one[name]} and not {other[name]}; {load}"
-        raise StateError(f"the state of users has other statistics of the past, {why}")

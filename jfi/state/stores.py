@@ -6,11 +6,12 @@ and no other writer comes between; `put` writes many keys without that promise, 
 
 import os
 import re
+import secrets
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice, takewhile
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import msgspec
 
 from jfi.utils.errors import InputError
+from jfi.utils.files import try_lock
 
 #: Reads keys within an update, in their order; None for one that is not there.
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
@@ -33,6 +35,8 @@ _BYTES_AT_ONCE = 1 << 26
 _TRIES = 100
 #: Seconds for which a Redis server that has not answered is not called again: each call would wait for its timeout.
 _PAUSE = 1.0
+#: Seconds after which a name that a process holds on a server is free, if the process has not asked again.
+_HOLD_SECONDS = 10
 #: What the client says before an error of a pipeline: the command, with all bytes of its value.
 _COMMAND = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
 #: Name of the environment variable with the password of a server: all users of a machine see what commands are given.
@@ -76,13 +80,13 @@ class Store(Protocol):
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yields all keys that begin with `prefix`, and their values."""
 
-    def heads(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Yields lists of keys that begin with one of `prefixes`, with the first 8 bytes of their values.
+    def hold(self, name: str) -> bool:
+        """Tries to be the one process that holds a name, until the process ends or, on a server, 10 s after a call."""
 
-        A list may be empty. Between two lists no transaction is open; what is written meanwhile may be missing.
+    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Yields lists of keys that begin with one of `prefixes`, of one length, and their values.
 
-        Args:
-            prefixes: of one length.
+        A list may be empty, and between two lists no transaction is open.
         """
 
     def check(self) -> None:
@@ -153,6 +157,9 @@ class LmdbStore:
             self._environment = lmdb.open(str(path), map_size=max_bytes, create=create, readahead=False)
         except lmdb.Error as error:
             raise StateError(f"{path} cannot be opened: {error}") from None
+        self._path = path
+        #: By name the file whose lock is held.
+        self._held: dict[str, int] = {}
 
     @contextmanager
     def _naming_faults(self) -> Iterator[None]:
@@ -166,57 +173,57 @@ class LmdbStore:
         with self._naming_faults(), self._environment.begin() as transaction:
             return [transaction.get(key) for key in keys]
 
-    @contextmanager
-    def _writing(self) -> Iterator[Any]:
+    def update(self, change: Callable[[Get], Changes]) -> None:
+        """See Store."""
         with self._naming_faults():
             self._environment.reader_check()  # the snapshots of processes that were killed would keep freed pages
             with self._environment.begin(write=True) as transaction:
-                yield transaction
-
-    def update(self, change: Callable[[Get], Changes]) -> None:
-        """See Store."""
-        with self._writing() as transaction:
-            changes = change(lambda keys: [transaction.get(key) for key in keys])
-            for key, value in changes.items():
-                if value is None:
-                    transaction.delete(key)
-                else:
-                    transaction.put(key, value)
+                for key, value in change(lambda keys: list(map(transaction.get, keys))).items():
+                    if value is None:
+                        transaction.delete(key)
+                    else:
+                        transaction.put(key, value)
 
     def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
         """See Store."""
         for part in _parts(items):
-            with self._writing() as transaction:
-                for key, value in part:
-                    transaction.put(key, value)
+            self.update(lambda _, part=part: dict(part))
 
-    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """See Store; all values are of one moment."""
+    def scan(self, prefix: bytes, begin: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """See Store; all values are of one moment; from the key `begin` on."""
         with self._naming_faults(), self._environment.begin() as transaction, transaction.cursor() as cursor:
-            if cursor.set_range(prefix):
+            if cursor.set_range(begin or prefix):
                 for key, value in cursor:
                     if not key.startswith(prefix):
                         break
                     yield key, value
 
-    def heads(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+    def hold(self, name: str) -> bool:
+        """See Store; by the lock of a file."""
+        if name not in self._held:
+            file = os.open(self._path / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            if try_lock(file) is False:
+                os.close(file)
+                return False
+            self._held[name] = file
+        return True
+
+    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
         """See Store."""
         for prefix in prefixes:
-            after: bytes | None = prefix
-            while after is not None:
-                with self._naming_faults(), self._environment.begin(buffers=True) as transaction:
-                    cursor = transaction.cursor()
-                    rest = cursor.iternext() if cursor.set_range(after) else iter(())
-                    rest = takewhile(lambda one, prefix=prefix: bytes(one[0][: len(prefix)]) == prefix, rest)
-                    found = [(bytes(key), bytes(value[:8])) for key, value in islice(rest, _AT_ONCE)]
-                yield found
-                after = found[-1][0] + b"\0" if found else None
+            begin = prefix
+            while page := list(islice(self.scan(prefix, begin), _AT_ONCE)):
+                yield page
+                begin = page[-1][0] + b"\0"
 
     def check(self) -> None:
         """See Store."""
 
     def close(self) -> None:
         """See Store."""
+        for file in self._held.values():
+            os.close(file)
+        self._held.clear()
         self._environment.close()
 
 
@@ -289,7 +296,7 @@ class RedisStore:
         if without_password(url) != url:
             why = f"all users of the machine see its password; set the environment variable {PASSWORD} to it"
             raise StateError(f"{without_password(url)} cannot be used: {why}")
-        self._prefix = prefix.encode() + b":"
+        self._prefix, self._owner = prefix.encode() + b":", secrets.token_bytes(16)
         scheme = parts.scheme.replace("redis", "valkey")
         address = parts._replace(scheme=scheme, query=urlencode(query)).geturl()
         self._name, self._conflict = without_password(url), valkey.WatchError
@@ -343,33 +350,28 @@ class RedisStore:
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """See Store; what is written meanwhile may be missing."""
-        seen: set[bytes] = set()
-        for part in self._keys([prefix]):
-            part = [key for key in part if key not in seen]  # SCAN may give a key several times
-            seen.update(part)
-            for key, value in zip(part, self.get(part), strict=True):
-                if value is not None:
-                    yield key, value
+        return chain.from_iterable(self.pages([prefix]))
 
-    def heads(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
         """See Store; all keys of the server are read once."""
-        for keys in self._keys(prefixes):
-            with self._reads() as client, client.pipeline(transaction=False) as pipeline:
-                for key in self._own(keys):
-                    pipeline.getrange(key, 0, 7)
-                found = pipeline.execute() if keys else []
-            yield [one for one in zip(keys, found, strict=True) if one[1]]
-
-    def _keys(self, prefixes: Sequence[bytes]) -> Iterator[list[bytes]]:
-        """Yields lists of distinct keys that begin with one of `prefixes`, of one length."""
-        pattern, own, cursor = b"", tuple(self._own(prefixes)), None
+        pattern, own, seen, cursor = b"", tuple(self._own(prefixes)), set[bytes](), None
         for column in zip(*own, strict=True):
             one = bytes(column[:1])
             pattern += b"?" if len({*column}) > 1 else b"\\" + one if one in b"*?[]\\^" else one
         while cursor != 0:
             with self._reads() as client:
                 cursor, found = client.scan(cursor or 0, match=pattern + b"*", count=_AT_ONCE)
-            yield [key.removeprefix(self._prefix) for key in dict.fromkeys(found) if key.startswith(own)]
+            keys = {key.removeprefix(self._prefix) for key in found if key.startswith(own)} - seen
+            seen |= keys  # SCAN may give a key several times
+            yield [(key, value) for key, value in zip(keys, self.get([*keys]), strict=True) if value is not None]
+
+    def hold(self, name: str) -> bool:
+        """See Store; by a key that expires."""
+        key = self._prefix + b"l" + name.encode()
+        with self._writes() as client:
+            if client.set(key, self._owner, nx=True, ex=_HOLD_SECONDS):
+                return True
+            return client.get(key) == self._owner and bool(client.expire(key, _HOLD_SECONDS))
 
     def check(self) -> None:
         """See Store."""

@@ -26,7 +26,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,6 +60,8 @@ _CONNECTIONS = web.AppKey("connections", Connections)
 _FAULTS, _PROBES = web.AppKey("faults", Pace), web.AppKey("probes", Pace)
 _WRITER = web.AppKey("writer", EventWriter)
 _TOKENS = web.AppKey("tokens", Tokens)
+#: What runs beside the answers until it is cancelled.
+Task = Callable[[Live, Metrics], Awaitable[None]]
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
 
@@ -77,6 +79,8 @@ def make_app(
     pace: float = 200.0,
     deadline: float = 5.0,
     follower: Follower | None = None,
+    tasks: Sequence[Task] = (),
+    feed: Path | None = None,
     tokens: Path | None = None,
 ) -> web.Application:
     """The application, which `run` serves.
@@ -92,6 +96,8 @@ def make_app(
         pace: as of Pace.
         deadline: seconds that a request may wait until a call of the model begins.
         follower: keeps it at the newest published version, which each answer names; `scorer` is what it started.
+        tasks: run while it serves, such as what writes the log; they are cancelled after the last event is written.
+        feed: folder that the state is fed from; events are not taken otherwise then.
         tokens: a file of callers' tokens; None answers all.
 
     Raises:
@@ -115,17 +121,17 @@ def make_app(
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
         metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
-        retention, tasks = None if scorer.state is None else scorer.state.retention, []
+        retention = None if scorer.state is None else scorer.state.retention
         del scorer  # an artifact in use is held by Live alone, which releases it for another
-        if follower is not None:
-            tasks.append(asyncio.create_task(follower.run(live, metrics)))
+        own = [*tasks, *([] if follower is None else [follower.run])]
         if retention is not None and (retention.quota is not None or retention.seconds < math.inf):
-            tasks.append(asyncio.create_task(app[_WRITER].expire()))
+            own.append(app[_WRITER].expire)
+        running = [asyncio.create_task(task(live, metrics)) for task in own]
         yield
-        for task in tasks:
-            task.cancel()
-            await asyncio.wait([task])
         await app[_WRITER].close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await app[LIVE].close()
 
     async def score(request: web.Request) -> web.Response:
@@ -168,7 +174,7 @@ def make_app(
     }
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
-        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline)
+        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed)
     app.add_routes(routes)
     return app
 

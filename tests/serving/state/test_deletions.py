@@ -115,7 +115,7 @@ def test_the_keys_of_users_are_found_by_digests(log, tmp_path, new_store):  # no
         store.put([(other_key("u3"), bytes(17)), (b"qu3", bytes(16))])
     one, other = states
     before = {key for key, _ in stores[0].scan(b"")}
-    gone = keys_of_users(stores[0].heads, {digest("u3"), digest("u4"), digest("nobody")}, one.counters)
+    gone = keys_of_users(stores[0].pages, {digest("u3"), digest("u4"), digest("nobody")}, one.counters)
     assert {b"uu3", b"iu3", b"qu3", b"uu4"} < {*gone} <= before and len({*gone}) == len(gone)
     stores[0].update(lambda get: dict.fromkeys(gone))
     assert all(other.delete("user", user) for user in ("u3", "u4"))

@@ -118,17 +118,17 @@ def test_a_pass_stops_at_a_state_that_was_replaced(new_store):
 
 def test_of_a_user_no_more_rows_count_on_a_day_than_the_quota(new_store):
     made = State(new_store(), quota=5)
-    assert made.add(1.0, 2.0, 3.0) == Added(3, 0, 0)
-    assert made.add(1.0, 2.0, ids=[0, 1]) == Added(0, 2, 0)  # repeated ones do not count
-    assert made.add(4.0, 1.0, 5.0, 6.0, ids=["a", 0, "b", "c"]) == Added(2, 1, 1)
+    assert made.add(1.0, 2.0, 3.0) == Added(3, 0)
+    assert made.add(1.0, 2.0, ids=[0, 1]) == Added(0, 2)  # repeated ones do not count
+    assert made.add(4.0, 1.0, 5.0, 6.0, ids=["a", 0, "b", "c"]) == Added(2, 1, over_quota=1)
     before = dict(made.store.scan(b""))
     for _ in range(3):
-        assert made.add(*range(7)) == Added(0, 0, 7)
+        assert made.add(*range(7)) == Added(0, 0, over_quota=7)
     assert dict(made.store.scan(b"")) == before  # nothing is written for them
-    assert made.add(1.0, user="v") == Added(1, 0, 0)
+    assert made.add(1.0, user="v") == Added(1, 0)
     assert sorted(made.seen()) == [1.0, 2.0, 3.0, 4.0, 5.0]
     made.now += DAY
-    assert made.add(7.0, 8.0) == Added(2, 0, 0) and made.store.get([quota_key("v")]) != [None]
+    assert made.add(7.0, 8.0) == Added(2, 0) and made.store.get([quota_key("v")]) != [None]
     made.expire()
     assert made.keys() == {user_key("u"), user_key("v"), quota_key("u")}  # the quota of an earlier day goes
     assert made.state.delete("user", "u") and made.keys() == {user_key("v")}
