@@ -1,7 +1,7 @@
 """The outbox of a state: rows that it has accepted, in its own store until a writer has made Parquet parts of them.
 
-A value has the rows of one transaction, and its key the position of the first of them. A part has whole bodies, and
-its name the positions of its first and its last row: after a kill between the rename of a part and the removal of its
+A value has the rows of one transaction, and its key the position of the first of them. A part has whole transactions,
+but where a column changes its type between two bodies, and its name the positions of its first and its last row: after a kill between the rename of a part and the removal of its
 rows, the newest name tells which rows are written. Its metadata has the state's id, and how many rows the bodies of
 each transaction had: rows that are added by the same steps give the same state, bit for bit.
 """
@@ -9,6 +9,7 @@ each transaction had: rows that are added by the same steps give the same state,
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -124,7 +125,7 @@ class PartWriter:
         #: Called with the number of rows of each part, and for each failure.
         self.wrote: Callable[[int], object] = lambda rows: None
         self.failed: Callable[[], object] = lambda: None
-        self._said = -np.inf
+        self._said, self._stepping = -np.inf, threading.Lock()
         #: Rows that are in no part yet, as of the last step.
         self.waiting = 0
         self._since: float | None = None
@@ -139,6 +140,10 @@ class PartWriter:
 
     def step(self) -> None:
         """Writes the parts that are due; a failure is logged once a minute, and the rows stay in the outbox."""
+        with self._stepping:
+            self._step()
+
+    def _step(self) -> None:
         try:
             position = integer(self._store.get([POSITION])[0])
             if not self._is_writer(position):
@@ -248,13 +253,16 @@ class PartWriter:
             end += len(table)
             at = after if end == after else key
             done += [key] if end == after else []
-            if end - self._next >= self._rows:
+            if end == after and end - self._next >= self._rows:
                 break
         if not tables:  # a server without --log has accepted rows meanwhile
             self._at = min((_position(key) for key, _ in self._store.scan(_OUTBOX)), default=position)
             return self._skip_gap()
         bodies = [[count for _, count in own] for _, own in groupby(counts, key=lambda one: one[0])]
         made = pa.concat_tables(tables, promote_options="permissive")
+        for number, one in enumerate(made.schema):
+            if pa.types.is_null(one.type):  # no row has a value
+                made = made.set_column(number, one.name, made.column(number).cast(pa.string()))
         info = msgspec.json.encode(PartInfo(self._layout.info.id, bodies))
         with writing_file(self._folder / f"{self._next:020d}-{end - 1:020d}.parquet") as path:
             pq.write_table(made.replace_schema_metadata({METADATA: info}), path)
@@ -308,6 +316,5 @@ def _table(layout: EventLayout, body: Body):
         elif kinds.get(name) == "sid":
             arrays[name] = pa.array([None if value == -1 else value for value in values], pa.int64())
         else:
-            array = array_of(values)
-            arrays[name] = array.cast(pa.string()) if pa.types.is_null(array.type) else array
+            arrays[name] = array_of(values)
     return pa.table(arrays)
