@@ -31,7 +31,7 @@ def load_artifact(options: argparse.Namespace, store: Store | None, path: Path) 
     state = None
     if store is not None:
         cold = options.if_state_fails == "cold"
-        kept = Retention((options.keep_days or math.inf) * DAY, options.user_quota)
+        kept = Retention((options.keep_days or math.inf) * DAY, options.user_quota, options.log or options.feed)
         is_logged = options.log is not None
         state = StateSettings(store, cold, options.late_seconds, options.max_events, kept, is_logged)
     sums = known_sums(options.sha256)

@@ -24,10 +24,11 @@ from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, log_columns
+from jfi.state.deletions import Deletion, keys_of_users, read_deletions, rows_left, users_without
 from jfi.state.events import EventReader, Given, LogRows
 from jfi.state.layout import TIME, Column
 from jfi.state.outbox import METADATA, PartInfo
-from jfi.state.state import Added, UserState
+from jfi.state.state import CURSOR, Added, UserState
 from jfi.state.stores import finding_damage
 
 #: Rows that are added together; so are rows of one time, and those of a transaction of the server that accepted them.
@@ -43,10 +44,12 @@ class Cursor(msgspec.Struct, frozen=True):
     Args:
         part: name of the part, "" before the first one.
         rows: how many of its rows, in the order in which they are added; -1 for all.
+        deletions: how many lines of the folder's list of deleted users have been applied.
     """
 
     part: str
     rows: int
+    deletions: int = 0
 
 
 class Feed:
@@ -105,16 +108,27 @@ class Feed:
         if self._is_first:
             self._parts.skip_to(cursor.part)
             self._is_first = False
+        deletions = read_deletions(self._parts.folder)
+        if len(deletions) > cursor.deletions:
+            self._forget(deletions, found, cursor, state)
+            return True
         name = cursor.part if cursor.rows >= 0 else self._parts.next(cursor.part)
         if name is None or self._is_stopped(self._parts.folder / name):
             return False
         try:
-            return self._add(name, found, max(cursor.rows, 0), state, events, told)
+            return self._add(name, found, cursor, state, events, told)
         except (DataError, BadRequestError) as fault:
             status = (self._parts.folder / name).stat()
             self._stopped = self._parts.folder / name, (status.st_size, status.st_mtime_ns)
             self._until = self._clock() + _PAUSE
             raise DataError(str(fault)) from fault
+
+    def _forget(self, deletions: list[Deletion], found: bytes | None, cursor: Cursor, state: UserState) -> None:
+        """Removes from the state users who were deleted from the log since the last time."""
+        new = {bytes.fromhex(one.user) for one in deletions[cursor.deletions :]}
+        keys = keys_of_users(state.store.pages, new, state.counters)
+        changes = dict.fromkeys(keys) | {CURSOR: msgspec.json.encode(Cursor(cursor.part, cursor.rows, len(deletions)))}
+        state.store.update(lambda get: changes if get([CURSOR]) == [found] else {})
 
     def _is_stopped(self, path: Path) -> bool:
         """Returns whether a part is as it was when it could not be added."""
@@ -128,20 +142,20 @@ class Feed:
         self,
         name: str,
         found: bytes | None,
-        begin: int,
+        cursor: Cursor,
         state: UserState,
         events: EventReader,
         told: Callable[[Added], None],
     ) -> bool:
         """Adds the rows of a part from one on, in transactions of bounded size, each with the place where it ends."""
-        end, steps = 0, []
+        begin, end, steps = max(cursor.rows, 0), 0, []
         parts = list(transactions(self._parts.folder / name, state, events))
         for number, bodies in enumerate([*parts, []]):
             is_last = number == len(parts)
             end += sum(map(len, bodies))
             steps += [bodies] if end > begin and bodies else []
             if is_last or end - begin >= _AT_ONCE:
-                after = msgspec.json.encode(Cursor(name, -1 if is_last else end))
+                after = msgspec.json.encode(Cursor(name, -1 if is_last else end, cursor.deletions))
                 added = state.feed(steps, (found, after))
                 if added is None:
                     return True  # another server has added them
@@ -164,9 +178,16 @@ def transactions(path: Path, state: UserState, events: EventReader) -> Iterator[
         DataError: it is damaged, or a row is, such as one of the future.
     """
     rows = _read(path, state, events)
-    given = (pq.read_schema(path).metadata or {}).get(METADATA)
+    given, info = (pq.read_schema(path).metadata or {}).get(METADATA), PartInfo("", [[len(rows)]])
+    if given is not None:
+        with finding_damage(f"the metadata of {path}"):
+            info = msgspec.json.decode(given, type=PartInfo)
+    if len(indices := info.rows()) != len(rows):
+        raise DataError(f"{path}: has {len(rows)} rows, and its metadata {len(indices)}")
+    left = rows_left(rows.users, indices, users_without(read_deletions(path.parent), path.name))
+    rows, indices, begin = rows.take(np.flatnonzero(left)), indices[left], 0
     if given is None:
-        rows, begin = rows.take(np.argsort(rows.records[TIME], kind="stable")), 0
+        rows = rows.take(np.argsort(rows.records[TIME], kind="stable"))
         times = rows.records[TIME]
         while begin < len(rows):
             end = min(begin + _AT_ONCE, len(rows))
@@ -174,14 +195,10 @@ def transactions(path: Path, state: UserState, events: EventReader) -> Iterator[
             yield [rows.take(np.arange(begin, end))]
             begin = end
         return
-    with finding_damage(f"the metadata of {path}"):
-        counts = msgspec.json.decode(given, type=PartInfo).bodies
-    if sum(map(sum, counts)) != len(rows):
-        raise DataError(f"{path}: has {len(rows)} rows, and its metadata {sum(map(sum, counts))}")
-    begin = 0
-    for bodies in counts:
+    for bodies in info.bodies:
         ends = list(accumulate(bodies, initial=begin))
-        yield [rows.take(np.arange(one, end)) for one, end in pairwise(ends)]
+        cuts = pairwise(indices.searchsorted(ends).tolist())
+        yield [rows.take(np.arange(one, end)) for one, end in cuts if end > one]
         begin = ends[-1]
 
 

@@ -14,20 +14,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from jfi.state.columns import ColumnLayout, Entity, log_columns
+from jfi.state.deletions import read_deletions, rows_left, users_without
 from jfi.state.events import Given, LogRows
 from jfi.state.layout import POSITION, EventLayout, integer
 from jfi.state.model_ids import Texts
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
-from jfi.utils.files import try_lock, writing_file
+from jfi.utils.files import try_lock, write_file, writing_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 #: The key of the metadata of a part.
 METADATA = b"jfi"
 _OUTBOX = b"o"
+#: Name of the file with the number of deletions that all parts have been written without.
+_REWRITTEN = "_rewritten"
 _NAME = re.compile(r"([0-9]{20})-([0-9]{20})\.parquet")
 #: Seconds between two lines of the log about failures.
 _PAUSE = 60.0
@@ -41,11 +48,17 @@ class PartInfo(msgspec.Struct, frozen=True):
 
     Args:
         state: the id of the state that has accepted the rows.
-        bodies: by transaction the rows of each body.
+        bodies: by transaction the rows of each body, of users who were deleted too.
+        removed: indices of the rows of users who were deleted, which the part has no longer.
     """
 
     state: str
     bodies: list[list[int]]
+    removed: list[int] = []
+
+    def rows(self) -> np.ndarray:
+        """Returns the indices `[N]` int64 that the rows which are left had among all."""
+        return np.delete(np.arange(sum(map(sum, self.bodies))), self.removed)
 
 
 def entry(
@@ -157,6 +170,7 @@ class PartWriter:
             while self.waiting >= self._rows or (self.waiting and self._clock() - self._since >= self._seconds):
                 self._write(position)
                 self.waiting, self._since = position - self._next, self._clock()
+            self._delete()
         except Exception as error:  # a full disk, a folder that is gone, a store that does not answer
             self.failed()
             if self._clock() - self._said >= _PAUSE:
@@ -204,15 +218,10 @@ class PartWriter:
 
     def _check(self, position: int) -> int:
         """Returns the position after the newest part."""
-        import pyarrow.parquet as pq
-
         name, end = _newest(self._folder)
         if not end:
             return 0
-        given = (pq.read_schema(self._folder / name).metadata or {}).get(METADATA, b"")
-        with finding_damage(f"the metadata of {self._folder / name}"):
-            state = msgspec.json.decode(given, type=PartInfo).state
-        if state != self._layout.info.id or end > position:
+        if _info(self._folder / name).state != self._layout.info.id or end > position:
             what = f"{name} has rows of another state, or of one that was newer; name another folder"
             raise StateError(f"--log {self._folder}: {what}")
         return end
@@ -237,7 +246,6 @@ class PartWriter:
 
     def _write(self, position: int) -> None:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         tables: list[pa.Table] = []
         counts: list[tuple[int, int]] = []
@@ -263,18 +271,56 @@ class PartWriter:
         for number, one in enumerate(made.schema):
             if pa.types.is_null(one.type):  # no row has a value
                 made = made.set_column(number, one.name, made.column(number).cast(pa.string()))
-        info = msgspec.json.encode(PartInfo(self._layout.info.id, bodies))
-        with writing_file(self._folder / f"{self._next:020d}-{end - 1:020d}.parquet") as path:
-            pq.write_table(made.replace_schema_metadata({METADATA: info}), path)
+        self._put(f"{self._next:020d}-{end - 1:020d}.parquet", made, PartInfo(self._layout.info.id, bodies))
         self._next, self._at, self._done = end, at, self._done + done
         self.wrote(len(made))
         self._remove()
+
+    def _put(self, name: str, rows: "pa.Table", info: PartInfo) -> None:
+        """Writes a part, without rows of users who were deleted."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        left = self._left(name, rows, info)
+        kept, all_rows = info.rows()[left], np.arange(sum(map(sum, info.bodies)))
+        info = PartInfo(info.state, info.bodies, np.setdiff1d(all_rows, kept).tolist())
+        rows = rows.filter(pa.array(left)).replace_schema_metadata({METADATA: msgspec.json.encode(info)})
+        with writing_file(self._folder / name) as path:
+            pq.write_table(rows, path)
+
+    def _left(self, name: str, rows: "pa.Table", info: PartInfo) -> np.ndarray:
+        """Returns which rows of a part are none of users who were deleted `[N]` bool."""
+        without = users_without(read_deletions(self._folder), name)
+        return rows_left(rows[self._layout.log.user].to_pylist(), info.rows(), without)
+
+    def _delete(self) -> None:
+        """Writes the parts anew that have rows of users who were deleted since the last time."""
+        import pyarrow.parquet as pq
+
+        found, done = read_deletions(self._folder), self._folder / _REWRITTEN
+        known = int(done.read_text()) if done.is_file() else 0
+        for name in sorted(os.listdir(self._folder)) if len(found) > known else ():
+            if _NAME.fullmatch(name) and users_without(found[known:], name):
+                info = _info(self._folder / name)
+                users = pq.read_table(self._folder / name, columns=[self._layout.log.user])
+                if not self._left(name, users, info).all():
+                    self._put(name, pq.read_table(self._folder / name), info)
+        if len(found) > known:
+            write_file(done, str(len(found)))
 
     def _remove(self) -> None:
         """Removes from the outbox what is in parts."""
         if self._done:
             self._store.update(lambda get: {_key(key): None for key in self._done})
             self._done.clear()
+
+
+def _info(path: Path) -> PartInfo:
+    """Returns the metadata of a part."""
+    import pyarrow.parquet as pq
+
+    with finding_damage(f"the metadata of {path}"):
+        return msgspec.json.decode((pq.read_schema(path).metadata or {}).get(METADATA, b""), type=PartInfo)
 
 
 def _decoded(value: bytes) -> list[Body]:

@@ -5,6 +5,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -24,11 +25,13 @@ class Retention:
     Args:
         seconds: for which rows are kept, by their times.
         quota: most rows of a user that count on a day of UTC, by the time at which they come; None for any number.
+        parts: folder of the log's parts, whose list of deletions gets users who are deleted; None without one.
         clock: gives the seconds since 1970.
     """
 
     seconds: float = math.inf
     quota: int | None = None
+    parts: Path | None = None
     clock: Callable[[], float] = time.time
 
     def oldest(self) -> float:

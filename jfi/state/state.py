@@ -13,6 +13,7 @@ from jfi.serving.requests import Encoded, Request, RequestReader
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_columns
 from jfi.state.counters import StateCounters, check_statistics
+from jfi.state.deletions import add_deletion
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
 from jfi.state.layout import FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, digest, integer, user_key
@@ -26,7 +27,7 @@ from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
 _INFO = b"m"
 #: The key of what was fed to a state last.
-_CURSOR = b"f"
+CURSOR = b"f"
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class UserState:
         def change(get: Get, names: Dictionaries) -> tuple[int, Changes]:
             found.clear()
             changes: Changes = {}
-            if get([_CURSOR]) != [cursors[0]]:
+            if get([CURSOR]) != [cursors[0]]:
                 return 0, changes
 
             def read(keys: Sequence[bytes]) -> list[bytes | None]:
@@ -175,7 +176,7 @@ class UserState:
                 _, told, own = self._count(read, names, bodies, refuses_late=False)
                 changes |= own
                 found.extend(told)
-            return sum(map(len, chain.from_iterable(steps))), changes | {_CURSOR: cursors[1]}
+            return sum(map(len, chain.from_iterable(steps))), changes | {CURSOR: cursors[1]}
 
         self._update(change)
         if not found:
@@ -186,7 +187,7 @@ class UserState:
 
     def cursor(self) -> bytes | None:
         """Returns what the state was fed last."""
-        return self.store.get([_CURSOR])[0]
+        return self.store.get([CURSOR])[0]
 
     def _update(self, change: Callable[[Get, Dictionaries], tuple[int, Changes]]) -> None:
         """Writes what `change` returns, with the numbers of new texts and the rows by which the position grows."""
@@ -261,13 +262,19 @@ class UserState:
                 pages = self.store.pages(self.counters.live.prefixes_of(digest(name)))
                 keys += [key for page in pages for key, _ in page]
 
+        position = None
+
         def change(get: Get) -> Changes:
-            info, *values = get([_INFO, *keys])
+            nonlocal position
+            info, own, *values = get([_INFO, POSITION, *keys])
             self._check_info(info)
+            position = integer(own) if self._is_logged else None
             found[:] = [value is not None for value in values]
             return {key: None for key, is_there in zip(keys, found, strict=True) if is_there}
 
         self.store.update(change)
+        if of == "user" and self.retention.parts is not None:
+            add_deletion(self.retention.parts, name, position)
         return any(found)
 
     def expire(self) -> Iterator[int]:

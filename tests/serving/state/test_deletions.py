@@ -3,8 +3,10 @@
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,97 +14,137 @@ import pytest
 
 pytest.importorskip("lmdb")
 
-from jfi.data import DataError
-from jfi.state.deletions import LIST, Deletions, keys_of_users, read_deletions, rows_left, users_without
+from jfi.follow.feed import Feed
+from jfi.state.deletions import LIST, Deletion, add_deletion, keys_of_users, read_deletions, rows_left, users_without
 from jfi.state.layout import digest, other_key
-from jfi.state.stores import LmdbStore
+from jfi.state.outbox import METADATA, PartInfo, PartWriter
+from jfi.state.retention import Retention
+from jfi.state.state import UserState
+from jfi.state.stores import LmdbStore, StateError
 
-from .test_state_statistics import CASES, Replay, log  # noqa: F401
-
-USERS = {
-    "texts": (pa.array(["a", "b", None, "b", "c"]), ["b"], [0, 2, 4]),
-    "large texts": (pa.array(["a", "7"], pa.large_string()), ["7"], [0]),
-    "numbers": (pa.array([7, 8, None, 7]), ["7", "x"], [1, 2]),
-    "dictionary": (pa.array(["a", "b", "b", None]).dictionary_encode(), ["b"], [0, 3]),
-    "none": (pa.array([], pa.string()), ["b"], []),
-    "nulls": (pa.nulls(2), ["b"], [0, 1]),
-}
+from .test_state_statistics import CASES, KINDS, Replay, log  # noqa: F401
 
 
-@pytest.mark.parametrize("name", USERS)
-def test_rows_of_users_are_found_by_digests(name):
-    ids, users, left = USERS[name]
-    assert np.flatnonzero(rows_left(ids, {digest(user) for user in users})).tolist() == left
+def ids(replay: Replay, user: str = "u3") -> list[int]:
+    return replay.state.histories([user])[0]["jfi id"].tolist()
 
 
-def part(folder, name: str, users: list, **options) -> list[int]:
-    """Writes a part whose rows have numbers, which are returned."""
-    numbers = [random.randrange(1 << 40) for _ in users]
-    table = pa.table({"user": users, "n": numbers, "tags": [[f"t{one}"] for one in numbers]})
-    pq.write_table(table.replace_schema_metadata({"of": name}), folder / name, **options)
-    return numbers
+def rows_of(log, user: str) -> int:  # noqa: F811
+    return sum(row["user_id"] == user for row in log)
 
 
-def test_parts_are_written_anew_without_the_rows_of_deleted_users(tmp_path):
-    users = [random.choice(["ann", "bob", "cid"]) for _ in range(1000)]
-    one = part(tmp_path, "1.parquet", users, row_group_size=64)
-    part(tmp_path, "2.parquet", ["cid"] * 3)
-    part(tmp_path, "3.parquet", ["ann", "ann"])
-    part(tmp_path, "_writing.parquet", ["ann"])
-    deletions = Deletions(tmp_path, "user")
-    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
-    assert deletions.rewrite() == 0 and not (tmp_path / LIST).exists()
-    deletions.add("ann")
-    part(tmp_path, "4.parquet", ["ann", "bob"])  # who comes back
-    deletions.add("bob")
-    part(tmp_path, "5.parquet", ["ann", "bob"])
+def test_which_rows_of_a_part_do_not_count():
+    def name(first: int, last: int) -> str:
+        return f"{first:020d}-{last:020d}.parquet"
+
+    lines = [Deletion(digest("a").hex(), f"{10:020d}"), Deletion(digest("b").hex(), f"{name(4, 9)}~")]
+    lines.append(Deletion(digest("a").hex(), f"{12:020d}"))
+    without = {one: users_without(lines, one) for one in (name(0, 3), name(4, 9), name(10, 15), name(12, 13), "part 7")}
+    a, b = digest("a"), digest("b")
+    assert list(without.values()) == [{a: 12, b: np.inf}, {a: 8, b: np.inf}, {a: 2}, {}, {}]
+    users, rows = ["a", "c", "a", "a", "b"], np.arange(5)
+    assert rows_left(users, rows, without[name(10, 15)]).tolist() == [False, True, True, True, True]
+    assert rows_left(users, rows + 1, without[name(10, 15)]).tolist() == [False, True, True, True, True]
+    assert rows_left(users, rows, {a: np.inf, b: 1}).tolist() == [False, True, False, False, True]
+    assert rows_left([], rows[:0], without[name(10, 15)]).tolist() == []
+    assert users_without([Deletion("00", "b.parquet~")], "a.parquet") == {b"\0": np.inf}
+
+
+def test_lines_of_several_processes_are_all_kept_and_a_damaged_list_is_named(tmp_path):
+    assert read_deletions(tmp_path) == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: add_deletion(tmp_path, f"u{number}", number), range(200)))
     found = read_deletions(tmp_path)
-    assert [(one.user, one.last) for one in found] == [
-        (digest("ann").hex(), "3.parquet"),
-        (digest("bob").hex(), "4.parquet"),
-    ]
-    assert users_without(found, "3.parquet") == {digest("ann"), digest("bob")}
-    assert users_without(found, "4.parquet") == {digest("bob")} and not users_without(found, "5.parquet")
-    assert deletions.rewrite() == 3 and deletions.rewrite() == 0
-    tables = {path.name: pq.read_table(path) for path in tmp_path.glob("*.parquet")}
-    assert tables["1.parquet"]["n"].to_pylist() == [n for n, user in zip(one, users, strict=True) if user == "cid"]
-    assert tables["1.parquet"].schema.metadata[b"of"] == b"1.parquet" and len(tables["3.parquet"]) == 0
-    assert tables["3.parquet"].schema.equals(tables["1.parquet"].schema)
-    assert [tables[f"{name}.parquet"]["user"].to_pylist() for name in (4, 5)] == [["ann"], ["ann", "bob"]]
-    now = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
-    assert now["2.parquet"] == before["2.parquet"] and now["_writing.parquet"] == before["_writing.parquet"]
-    again = read_deletions(tmp_path)
-    assert users_without(again, "3.parquet") == {digest("ann"), digest("bob")} and all(
-        one.is_rewritten for one in again
-    )
-    left = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.name[0] in "123" or path.name == LIST)
-    assert b"ann" not in left and b"bob" not in left and b"cid" in left
-
-
-def test_a_rewrite_that_was_stopped_is_done_by_the_next_one(tmp_path, monkeypatch):
-    for number in range(3):
-        part(tmp_path, f"{number}.parquet", ["ann", "cid"])
-    Deletions(tmp_path, "user").add("ann")
-    names, replace = [], Path.replace
-
-    def stopped(path: Path, to: Path) -> None:
-        names.append(to.name)
-        if len(names) == 3:
-            raise OSError(28, "No space left on device")
-        replace(path, to)
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(Path, "replace", stopped)
-        Deletions(tmp_path, "user").rewrite()
-    assert not read_deletions(tmp_path)[0].is_rewritten and Deletions(tmp_path, "user").rewrite() == 1
-    assert all(pq.read_table(tmp_path / f"{number}.parquet")["user"].to_pylist() == ["cid"] for number in range(3))
-    assert read_deletions(tmp_path)[0].is_rewritten
-
-
-def test_a_damaged_list_is_named(tmp_path):
+    assert {(one.user, one.before) for one in found} == {(digest(f"u{n}").hex(), f"{n:020d}") for n in range(200)}
+    (tmp_path / "b.parquet").touch()
+    (tmp_path / "a.parquet").touch()
+    add_deletion(tmp_path, "v", None)
+    assert read_deletions(tmp_path)[-1] == Deletion(digest("v").hex(), "b.parquet~")
     (tmp_path / LIST).write_text('{"user": "00"}\n')
-    with pytest.raises(DataError, match=f"{LIST}: the list of deleted users is damaged: .*last"):
+    with pytest.raises(StateError, match=f"the list of deleted users .*{LIST}: .*before"):
         read_deletions(tmp_path)
+
+
+def logged(log, folder, store):  # noqa: F811
+    """A state that is logged to a folder of parts, and what writes them."""
+    (parts := folder / "parts").mkdir()
+    replay = Replay(log, CASES["labels"], folder, store, 0)
+    retention = Retention(parts=parts)
+    replay.state = UserState(store, replay.reader, retention=retention, is_logged=True)
+    return replay, PartWriter(store, replay.state.layout, parts, rows=70, seconds=1e9), parts
+
+
+def table(parts: Path) -> pa.Table:
+    return pa.concat_tables([pq.read_table(one) for one in sorted(parts.glob("0*.parquet"))])
+
+
+def test_parts_are_written_anew_and_later_ones_without_the_rows_of_deleted_users(log, tmp_path, new_store):  # noqa: F811
+    """Rows that were accepted before the deletion are in no part, those of the time since then are."""
+    replay, writer, parts = logged(log, tmp_path, new_store())
+
+    def add(rows: list[dict]) -> None:
+        for begin in range(0, len(rows), 30):
+            replay.state.add([replay.events(replay.body(rows[begin : begin + 30]))])
+
+    add(log[:270])
+    writer.step()
+    assert len([*parts.iterdir()]) == 3 and writer.waiting == 0
+    add(log[270:350])  # rows that wait for a part
+    assert replay.state.delete("user", "u3") and not replay.state.delete("user", "nobody")
+    add(log[350:500])  # in which the user comes back
+    writer.flush()
+    found = table(parts)
+    left = [row for row in log[:350] if row["user_id"] != "u3"] + log[350:500]
+    assert found["user_id"].to_pylist() == [row["user_id"] for row in left]
+    assert found["timestamp"].to_pylist() == [row["timestamp"] for row in left]
+    assert replay.state.position == 500 and max(parts.glob("0*")).name.endswith(f"{499:020d}.parquet")
+    infos = [msgspec.json.decode(pq.read_schema(one).metadata[METADATA], type=PartInfo) for one in parts.glob("0*")]
+    assert sum(sum(map(sum, one.bodies)) for one in infos) == 500
+    assert sum(len(one.removed) for one in infos) == rows_of(log[:350], "u3")
+    now = {path.name: path.stat().st_ino for path in parts.glob("0*")}
+    again = PartWriter(replay.state.store, replay.state.layout, parts, rows=70, seconds=1e9)
+    writer.close()
+    again.step()
+    assert {path.name: path.stat().st_ino for path in parts.glob("0*")} == now  # what is done is not done again
+    other = Replay(log, CASES["labels"], (tmp_path / "other").mkdir() or tmp_path / "other", new_store("fed"), 0)
+    feed = Feed(parts)
+    while feed.step(other.state, other.events):
+        pass
+    assert all(ids(replay, user) == ids(other, user) != [] for user in ("u3", "u4"))
+
+
+def test_a_state_that_is_fed_removes_users_as_the_list_grows(log, tmp_path, new_store):  # noqa: F811
+    parts, draw = tmp_path / "parts", random.Random(1)
+    parts.mkdir()
+    states = []
+    for name in ("early", "late", "never"):
+        (folder := tmp_path / name).mkdir()
+        states.append((Replay(log, CASES["labels"], folder, new_store(name), 0), Feed(parts)))
+    early, late, never = states
+
+    def step(replay, feed) -> None:
+        while feed.step(replay.state, replay.events):
+            pass
+
+    def write(number: int, rows: list[dict]) -> None:
+        pq.write_table(pa.Table.from_pylist(draw.sample(rows, len(rows)), KINDS), parts / f"{number}.parquet")
+
+    for number in range(3):
+        write(number, log[number * 100 : number * 100 + 100])
+    step(*early)
+    add_deletion(parts, "u3", None)
+    write(3, log[300:400])
+    step(*early)
+    step(*late)
+    assert ids(early[0]) == ids(late[0])
+    times = [row["timestamp"] for row in log[300:400] if row["user_id"] == "u3"]
+    assert sorted(set(early[0].state.histories(["u3"])[0]["jfi time"].tolist())) == sorted({*times})
+    for number in range(3):
+        write(number, [row for row in log[number * 100 : number * 100 + 100] if row["user_id"] != "u3"])
+    step(*never)
+    assert ids(late[0]) == ids(never[0])
+    counters = [{k: v for k, v in one.state.store.scan(b"k") if digest("u3") in k} for one, _ in states]
+    assert counters[0].keys() == counters[1].keys() == counters[2].keys() and counters[1] == counters[2]
 
 
 def test_the_keys_of_users_are_found_by_digests(log, tmp_path, new_store):  # noqa: F811
@@ -123,20 +165,34 @@ def test_the_keys_of_users_are_found_by_digests(log, tmp_path, new_store):  # no
     assert left[0] == left[1]
 
 
-def test_a_rewritten_folder_has_no_byte_of_a_deleted_user(log, tmp_path):  # noqa: F811
-    """By the commands of docs/operations.md; a compact copy alone has what deleted records leave in their pages."""
+def test_no_file_has_a_byte_of_a_deleted_user(log, tmp_path):  # noqa: F811
+    """Of the log, and of the state once it is rewritten by the commands of docs/operations.md.
+
+    Until then LMDB has what deleted records leave in its pages, and so has a compact copy alone.
+    """
+    named, name = (
+        [row | {"user_id": "the-deleted-one"} if row["user_id"] == "u3" else row for row in log],
+        "the-deleted-one",
+    )
     store = LmdbStore(tmp_path / "state", create=True, max_bytes=1 << 26)
-    named = [row | {"user_id": "the-deleted-one"} if row["user_id"] == "u3" else row for row in log]
-    state = Replay(named, CASES["labels"], tmp_path, store, 400).state
-    assert state.delete("user", "the-deleted-one")
+    replay, writer, parts = logged(named, tmp_path, store)
+    for begin in range(0, 300, 50):
+        replay.state.add([replay.events(replay.body(named[begin : begin + 50]))])
+        if begin < 200:
+            writer.step()
+    assert name in table(parts)["user_id"].to_pylist() and replay.state.delete("user", name)
+    writer.flush()
+    assert name not in table(parts)["user_id"].to_pylist() and len(table(parts)) > 200
     left = dict(store.scan(b""))
+    writer.close()
     store.close()
     for command in (["rewrite", "-e", "state", "-E", "new"], ["copy", "--compact", "-e", "new", "copy"]):
         subprocess.run([sys.executable, "-m", "lmdb", *command, "-S", "64"], cwd=tmp_path, check=True)
     before, after = ((tmp_path / name / "data.mdb").read_bytes() for name in ("state", "copy"))
-    assert digest("the-deleted-one") in before  # if LMDB ever overwrites what is deleted, the docs may say less
-    assert b"the-deleted-one" not in after and digest("the-deleted-one") not in after and b"u4" in after
-    assert len(after) <= len(before)
+    assert digest(name) in before  # if LMDB ever overwrites what is deleted, the docs may say less
+    for content in (after, *(path.read_bytes() for path in parts.iterdir())):
+        assert name.encode() not in content and digest(name) not in content
+    assert b"u4" in after and len(after) <= len(before)
     store = LmdbStore(tmp_path / "copy", max_bytes=1 << 26)
     assert dict(store.scan(b"")) == left
     store.close()

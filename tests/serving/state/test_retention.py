@@ -35,7 +35,7 @@ class State:
     def __init__(self, store, days: float = np.inf, quota: int | None = None) -> None:
         self.now, self.store, self.numbers = NOW, store, count()
         write_layout(store, LAYOUT)
-        retention = Retention(days * DAY, quota, lambda: self.now)
+        retention = Retention(days * DAY, quota, clock=lambda: self.now)
         reader = RequestReader(SCHEMA, Limits(1, 100), state=LAYOUT.info)
         self.state = UserState(store, reader, np.inf, retention)
         self.read = EventReader(LAYOUT, clock=lambda: self.now)
@@ -159,7 +159,7 @@ def test_bodies_that_are_written_together_share_the_quota_as_they_come(new_store
 def test_the_server_leaves_out_rows_over_the_quota_and_removes_old_ones(exported, store, monkeypatch):
     monkeypatch.setattr(server_events, "_STEP_SECONDS", (0.0, 0.0))
     now, passes = [EVENT["time"] + 100], []
-    retention = Retention(2 * DAY, 2, lambda: now[0])
+    retention = Retention(2 * DAY, 2, clock=lambda: now[0])
     scorer = Scorer(exported.path, state=StateSettings(store, max_events=20, retention=retention))
     sleep = asyncio.sleep
 
