@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from jfi.data import DataConfig, DataError
 from jfi.data.io.arrays import is_list
@@ -24,10 +23,9 @@ from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, log_columns
-from jfi.state.deletions import Deletion, keys_of_users, read_deletions, rows_left, users_without
+from jfi.state.deletions import Deletion, keys_of_users, read_deletions, read_info, rows_that_count
 from jfi.state.events import EventReader, Given, LogRows
 from jfi.state.layout import TIME, Column
-from jfi.state.outbox import METADATA, PartInfo
 from jfi.state.state import CURSOR, Added, UserState
 from jfi.state.stores import finding_damage
 
@@ -178,15 +176,13 @@ def transactions(path: Path, state: UserState, events: EventReader) -> Iterator[
         DataError: it is damaged, or a row is, such as one of the future.
     """
     rows = _read(path, state, events)
-    given, info = (pq.read_schema(path).metadata or {}).get(METADATA), PartInfo("", [[len(rows)]])
-    if given is not None:
-        with finding_damage(f"the metadata of {path}"):
-            info = msgspec.json.decode(given, type=PartInfo)
-    if len(indices := info.rows()) != len(rows):
+    info, begin = read_info(path), 0
+    indices = np.arange(len(rows)) if info is None else info.rows()
+    if len(indices) != len(rows):
         raise DataError(f"{path}: has {len(rows)} rows, and its metadata {len(indices)}")
-    left = rows_left(rows.users, indices, users_without(read_deletions(path.parent), path.name))
-    rows, indices, begin = rows.take(np.flatnonzero(left)), indices[left], 0
-    if given is None:
+    left = rows_that_count(path, rows.users, read_deletions(path.parent))
+    rows, indices = rows.take(np.flatnonzero(left)), indices[left]
+    if info is None:
         rows = rows.take(np.argsort(rows.records[TIME], kind="stable"))
         times = rows.records[TIME]
         while begin < len(rows):

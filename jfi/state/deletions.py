@@ -21,7 +21,27 @@ from jfi.utils.files import naming
 
 #: The name of the list in the folder of the parts; names with this begin are none of parts.
 LIST = "_deleted.jsonl"
+#: The key of the metadata of a server's part.
+METADATA = b"jfi"
 _POSITIONS = re.compile(r"([0-9]{20})-[0-9]{20}\.parquet")
+
+
+class PartInfo(msgspec.Struct, frozen=True):
+    """The metadata of a part.
+
+    Args:
+        state: the id of the state that has accepted the rows.
+        bodies: by transaction the rows of each body, of users who were deleted too.
+        removed: indices of the rows of users who were deleted, which the part has no longer.
+    """
+
+    state: str
+    bodies: list[list[int]]
+    removed: list[int] = []
+
+    def rows(self) -> np.ndarray:
+        """Returns the indices `[N]` int64 that the rows which are left had among all."""
+        return np.delete(np.arange(sum(map(sum, self.bodies))), self.removed)
 
 
 class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,6 +54,19 @@ class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     user: str
     before: str
+
+
+def read_info(path: Path) -> PartInfo | None:
+    """Returns the metadata of a part; None for one that no server has written.
+
+    Raises:
+        StateError: it is damaged.
+    """
+    import pyarrow.parquet as pq
+
+    given = (pq.read_schema(path).metadata or {}).get(METADATA)
+    with finding_damage(f"the metadata of {path}"):
+        return None if given is None else msgspec.json.decode(given, type=PartInfo)
 
 
 def add_deletion(folder: Path, user: str, position: int | None) -> None:
@@ -75,6 +108,20 @@ def users_without(deletions: Collection[Deletion], part: str) -> dict[bytes, flo
             user = bytes.fromhex(one.user)
             found[user] = max(end, found.get(user, 0))
     return found
+
+
+def rows_that_count(path: Path, users: Sequence[str], deletions: Collection[Deletion]) -> np.ndarray:
+    """Returns which rows of a part are none that were deleted `[N]` bool.
+
+    Args:
+        path: of the part.
+        users: `[N]`, the ids of all of its rows.
+        deletions: of its folder.
+    """
+    if not (without := users_without(deletions, path.name)):
+        return np.ones(len(users), bool)
+    info = read_info(path)
+    return rows_left(users, np.arange(len(users)) if info is None else info.rows(), without)
 
 
 def rows_left(users: Sequence[str], rows: np.ndarray, without: Mapping[bytes, float]) -> np.ndarray:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from jfi.state.columns import ColumnLayout, Entity, log_columns
-from jfi.state.deletions import read_deletions, rows_left, users_without
+from jfi.state.deletions import METADATA, PartInfo, read_deletions, read_info, rows_left, users_without
 from jfi.state.events import Given, LogRows
 from jfi.state.layout import POSITION, EventLayout, integer
 from jfi.state.model_ids import Texts
@@ -30,8 +30,6 @@ from jfi.utils.files import try_lock, write_file, writing_file
 if TYPE_CHECKING:
     import pyarrow as pa
 
-#: The key of the metadata of a part.
-METADATA = b"jfi"
 _OUTBOX = b"o"
 #: Name of the file with the number of deletions that all parts have been written without.
 _REWRITTEN = "_rewritten"
@@ -41,24 +39,6 @@ _PAUSE = 60.0
 _log = logging.getLogger("jfi.serving")
 #: A body of the outbox: by column of the log its values, times as numbers of the log's unit or whole microseconds.
 Body = dict[str, list]
-
-
-class PartInfo(msgspec.Struct, frozen=True):
-    """The metadata of a part.
-
-    Args:
-        state: the id of the state that has accepted the rows.
-        bodies: by transaction the rows of each body, of users who were deleted too.
-        removed: indices of the rows of users who were deleted, which the part has no longer.
-    """
-
-    state: str
-    bodies: list[list[int]]
-    removed: list[int] = []
-
-    def rows(self) -> np.ndarray:
-        """Returns the indices `[N]` int64 that the rows which are left had among all."""
-        return np.delete(np.arange(sum(map(sum, self.bodies))), self.removed)
 
 
 def entry(
@@ -221,7 +201,8 @@ class PartWriter:
         name, end = _newest(self._folder)
         if not end:
             return 0
-        if _info(self._folder / name).state != self._layout.info.id or end > position:
+        info = read_info(self._folder / name)
+        if info is None or info.state != self._layout.info.id or end > position:
             what = f"{name} has rows of another state, or of one that was newer; name another folder"
             raise StateError(f"--log {self._folder}: {what}")
         return end
@@ -301,7 +282,7 @@ class PartWriter:
         known = int(done.read_text()) if done.is_file() else 0
         for name in sorted(os.listdir(self._folder)) if len(found) > known else ():
             if _NAME.fullmatch(name) and users_without(found[known:], name):
-                info = _info(self._folder / name)
+                info = read_info(self._folder / name)
                 users = pq.read_table(self._folder / name, columns=[self._layout.log.user])
                 if not self._left(name, users, info).all():
                     self._put(name, pq.read_table(self._folder / name), info)
@@ -313,14 +294,6 @@ class PartWriter:
         if self._done:
             self._store.update(lambda get: {_key(key): None for key in self._done})
             self._done.clear()
-
-
-def _info(path: Path) -> PartInfo:
-    """Returns the metadata of a part."""
-    import pyarrow.parquet as pq
-
-    with finding_damage(f"the metadata of {path}"):
-        return msgspec.json.decode((pq.read_schema(path).metadata or {}).get(METADATA, b""), type=PartInfo)
 
 
 def _decoded(value: bytes) -> list[Body]:

@@ -6,7 +6,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,9 +14,18 @@ import pytest
 pytest.importorskip("lmdb")
 
 from jfi.follow.feed import Feed
-from jfi.state.deletions import LIST, Deletion, add_deletion, keys_of_users, read_deletions, rows_left, users_without
+from jfi.state.deletions import (
+    LIST,
+    Deletion,
+    add_deletion,
+    keys_of_users,
+    read_deletions,
+    read_info,
+    rows_left,
+    users_without,
+)
 from jfi.state.layout import digest, other_key
-from jfi.state.outbox import METADATA, PartInfo, PartWriter
+from jfi.state.outbox import PartWriter
 from jfi.state.retention import Retention
 from jfi.state.state import UserState
 from jfi.state.stores import LmdbStore, StateError
@@ -98,7 +106,7 @@ def test_parts_are_written_anew_and_later_ones_without_the_rows_of_deleted_users
     assert found["user_id"].to_pylist() == [row["user_id"] for row in left]
     assert found["timestamp"].to_pylist() == [row["timestamp"] for row in left]
     assert replay.state.position == 500 and max(parts.glob("0*")).name.endswith(f"{499:020d}.parquet")
-    infos = [msgspec.json.decode(pq.read_schema(one).metadata[METADATA], type=PartInfo) for one in parts.glob("0*")]
+    infos = [read_info(one) for one in parts.glob("0*")]
     assert sum(sum(map(sum, one.bodies)) for one in infos) == 500
     assert sum(len(one.removed) for one in infos) == rows_of(log[:350], "u3")
     now = {path.name: path.stat().st_ino for path in parts.glob("0*")}
