@@ -20,7 +20,7 @@ from jfi.state.layout import FORMAT, POSITION, TIME, EventLayout, StateInfo, com
 from jfi.state.lookups import Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.outbox import entry
-from jfi.state.retention import KEEP_ALL, USER_KEYS, Quota, Retention, expire
+from jfi.state.retention import KEEP_ALL, USER_KEYS, Quota, Retention, expire, newer
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
@@ -338,10 +338,9 @@ class UserState:
         return request
 
     def _with_events(self, request: Request, events: np.ndarray) -> Request:
-        stored, reader = request.stored, self.reader
+        stored, reader, events = request.stored, self.reader, newer(events, self.retention.oldest())
         end = int(events[TIME].searchsorted(stored.now))
-        begin = int(events[TIME].searchsorted(self.retention.oldest(), "right"))
-        events = events[max(begin, end - reader.limits.max_history) : end]
+        events = events[max(0, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None
         ages, weights = stored.now - events[TIME], None
         if reader.schema.policy is not None and len(events):
