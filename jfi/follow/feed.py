@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from jfi.data import DataConfig, DataError
 from jfi.data.io.arrays import is_list
@@ -26,7 +25,7 @@ from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, log_columns
 from jfi.state.events import EventReader, Given, LogRows
 from jfi.state.layout import TIME, Column
-from jfi.state.outbox import METADATA, PartInfo
+from jfi.state.outbox import info_of
 from jfi.state.state import Added, UserState
 from jfi.state.stores import finding_damage
 
@@ -153,7 +152,7 @@ class Feed:
 def transactions(path: Path, state: UserState, events: EventReader) -> Iterator[Sequence[LogRows]]:
     """Yields the rows of a part as they are added together, in bodies.
 
-    Those of a server's part are added as the server has added them; other rows in the order of their times.
+    Those of a server's part are added as the server has added them; other rows in the order of (time, user, item).
 
     Args:
         path: of the part.
@@ -164,22 +163,21 @@ def transactions(path: Path, state: UserState, events: EventReader) -> Iterator[
         DataError: it is damaged, or a row is, such as one of the future.
     """
     rows = _read(path, state, events)
-    given = (pq.read_schema(path).metadata or {}).get(METADATA)
-    if given is None:
-        rows, begin = rows.take(np.argsort(rows.records[TIME], kind="stable")), 0
-        times = rows.records[TIME]
+    info = info_of(path)
+    if info is None:
+        items = rows.texts[events.layout.log.item]
+        rows = rows.take(np.lexsort((np.array(items, str), np.array(rows.users, str), rows.records[TIME])))
+        times, begin = rows.records[TIME], 0
         while begin < len(rows):
             end = min(begin + _AT_ONCE, len(rows))
             end = int(times.searchsorted(times[end - 1], "right"))
             yield [rows.take(np.arange(begin, end))]
             begin = end
         return
-    with finding_damage(f"the metadata of {path}"):
-        counts = msgspec.json.decode(given, type=PartInfo).bodies
-    if sum(map(sum, counts)) != len(rows):
-        raise DataError(f"{path}: has {len(rows)} rows, and its metadata {sum(map(sum, counts))}")
+    if (count := sum(map(sum, info.bodies))) != len(rows):
+        raise DataError(f"{path}: has {len(rows)} rows, and its metadata says {count}")
     begin = 0
-    for bodies in counts:
+    for bodies in info.bodies:
         ends = list(accumulate(bodies, initial=begin))
         yield [rows.take(np.arange(one, end)) for one, end in pairwise(ends)]
         begin = ends[-1]

@@ -16,6 +16,7 @@ from jfi.follow.records import ANY, IN_HISTORY, number_users
 from jfi.follow.state import LogState
 from jfi.follow.statistics import CountedRows
 from jfi.history_policies import Policy
+from jfi.state.outbox import info_of
 
 #: The split of a part's samples, which are scored, and then trained on.
 SAMPLES = "train"
@@ -148,7 +149,9 @@ class PartRows:
 
 
 def _check_types(part: Part, found: dict[str, str], types: dict[str, str]) -> None:
-    """Raises DataError if a column holds something else than in the run's own interactions."""
+    """Raises DataError if a column holds something else than in the run's own interactions, but for a server's part."""
+    if info_of(part.path) is not None:  # of which all ids and categories are texts
+        return
     for name, what in found.items():
         if types.get(name, ANY) not in (ANY, what):
             raise DataError(f"{part.path}: column '{name}' holds {what}, but {types[name]} in the run's interactions")

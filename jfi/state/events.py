@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
@@ -55,9 +55,9 @@ class LogRows:
         labels: `[N]` float32, NaN for none.
         in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
-        given: by column of the log the values that were given: of texts, numbers or times `[N]`; of lists all texts and
-            the lengths `[N]`.
         place: gives the place of a row in the body, for messages.
+        given: by column of the log the values that were sent: of texts, numbers or times `[N]`; of lists all texts and
+            the lengths `[N]`.
     """
 
     users: list[str]
@@ -66,8 +66,8 @@ class LogRows:
     labels: np.ndarray
     in_history: np.ndarray
     sessions: np.ndarray
-    given: Mapping[str, Given]
     place: Place
+    given: Mapping[str, Given] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.users)
@@ -77,9 +77,7 @@ class LogRows:
         texts = {name: np.array(own, object).reshape(len(self), -1)[rows].ravel() for name, own in self.texts.items()}
         of_rows = (one[rows] for one in (self.labels, self.in_history, self.sessions))
         users, place = [self.users[row] for row in rows], lambda row, name: self.place(int(rows[row]), name)
-        return LogRows(
-            users, self.records[rows], {name: one.tolist() for name, one in texts.items()}, *of_rows, {}, place
-        )
+        return LogRows(users, self.records[rows], {name: one.tolist() for name, one in texts.items()}, *of_rows, place)
 
     def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
         """Returns the records of rows `[K]` int64, with the numbers of their texts."""
@@ -259,7 +257,7 @@ class EventReader:
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(columns[self._session])
-        return LogRows(columns[log.user], records, found, labels, in_history, sessions, given, place)
+        return LogRows(columns[log.user], records, found, labels, in_history, sessions, place, given)
 
     def ahead(self, seconds: np.ndarray) -> np.ndarray:
         """Returns which times are further ahead of the clock than is allowed."""

@@ -1,9 +1,10 @@
 """The outbox of a state: rows that it has accepted, in its own store until a writer has made Parquet parts of them.
 
 A value has the rows of one transaction, and its key the position of the first of them. A part has whole transactions,
-but where a column changes its type between two bodies, and its name the positions of its first and its last row: after a kill between the rename of a part and the removal of its
-rows, the newest name tells which rows are written. Its metadata has the state's id, and how many rows the bodies of
-each transaction had: rows that are added by the same steps give the same state, bit for bit.
+but where a column changes its type between two bodies, and its name has the positions of its first and its last row:
+after a kill between the rename of a part and the removal of its rows, the newest name tells which rows are written. Its
+metadata has the state's id, and how many rows the bodies of each transaction had: rows that are added by the same steps
+give the same state, bit for bit.
 """
 
 import logging
@@ -25,9 +26,8 @@ from jfi.state.model_ids import Texts
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.utils.files import try_lock, writing_file
 
-#: The key of the metadata of a part.
-METADATA = b"jfi"
-_OUTBOX = b"o"
+#: The key of the metadata of a part, and what the keys of the outbox begin with.
+_METADATA, _OUTBOX = b"jfi", b"o"
 _NAME = re.compile(r"([0-9]{20})-([0-9]{20})\.parquet")
 #: Seconds between two lines of the log about failures.
 _PAUSE = 60.0
@@ -204,15 +204,11 @@ class PartWriter:
 
     def _check(self, position: int) -> int:
         """Returns the position after the newest part."""
-        import pyarrow.parquet as pq
-
         name, end = _newest(self._folder)
         if not end:
             return 0
-        given = (pq.read_schema(self._folder / name).metadata or {}).get(METADATA, b"")
-        with finding_damage(f"the metadata of {self._folder / name}"):
-            state = msgspec.json.decode(given, type=PartInfo).state
-        if state != self._layout.info.id or end > position:
+        info = info_of(self._folder / name)
+        if info is None or info.state != self._layout.info.id or end > position:
             what = f"{name} has rows of another state, or of one that was newer; name another folder"
             raise StateError(f"--log {self._folder}: {what}")
         return end
@@ -265,7 +261,7 @@ class PartWriter:
                 made = made.set_column(number, one.name, made.column(number).cast(pa.string()))
         info = msgspec.json.encode(PartInfo(self._layout.info.id, bodies))
         with writing_file(self._folder / f"{self._next:020d}-{end - 1:020d}.parquet") as path:
-            pq.write_table(made.replace_schema_metadata({METADATA: info}), path)
+            pq.write_table(made.replace_schema_metadata({_METADATA: info}), path)
         self._next, self._at, self._done = end, at, self._done + done
         self.wrote(len(made))
         self._remove()
@@ -275,6 +271,19 @@ class PartWriter:
         if self._done:
             self._store.update(lambda get: {_key(key): None for key in self._done})
             self._done.clear()
+
+
+def info_of(path: Path) -> PartInfo | None:
+    """Returns the metadata of a part, None of one that no server has written.
+
+    Raises:
+        StateError: it is damaged.
+    """
+    import pyarrow.parquet as pq
+
+    given = (pq.read_schema(path).metadata or {}).get(_METADATA)
+    with finding_damage(f"the metadata of {path}"):
+        return None if given is None else msgspec.json.decode(given, type=PartInfo)
 
 
 def _decoded(value: bytes) -> list[Body]:
