@@ -67,7 +67,7 @@ def entry(
         texts: reads its dictionaries.
     """
     log, found = layout.log, []
-    names = [*(one.name for one in log.others), *([log.event_id] if log.event_id else [])]
+    names = [*layout.columns, *(one.name for one in log.others), *([log.event_id] if log.event_id else [])]
     for rows, kept in bodies:
         if not len(kept):
             continue

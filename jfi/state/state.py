@@ -12,7 +12,7 @@ import numpy as np
 from jfi.events.groups import StatisticsSettings
 from jfi.serving.requests import Encoded, Request, RequestReader
 from jfi.serving.validation import BadRequestError
-from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_columns
+from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of, write_columns
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
@@ -208,7 +208,8 @@ class UserState:
         now = UserRows(self.layout, get, list(dict.fromkeys(user for events in bodies for user in events.users)))
         counted: list[tuple[LogRows, Chosen]] = []
         results: list[Added | BadRequestError] = []
-        for events in bodies:
+        for given in bodies:
+            events = complete(given, self.layout, self.tables, get, names)
             chosen = now.choose(events, self.max_late)
             if refuses_late and len(chosen.late):
                 results.append(self._late(events, int(chosen.late[0]), now))
