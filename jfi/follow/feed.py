@@ -22,8 +22,7 @@ from jfi.serving.schema import LONGEST_ID
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.validation import BadRequestError
-from jfi.state.columns import Entity, log_columns
-from jfi.state.deletions import Deletion, keys_of_users, read_deletions, read_info, rows_that_count
+from jfi.state.deletions import Deletion, info_of, keys_of_users, read_deletions, rows_that_count
 from jfi.state.events import EventReader, Given, LogRows
 from jfi.state.layout import TIME, Column
 from jfi.state.state import CURSOR, Added, UserState
@@ -147,7 +146,7 @@ class Feed:
     ) -> bool:
         """Adds the rows of a part from one on, in transactions of bounded size, each with the place where it ends."""
         begin, end, steps = max(cursor.rows, 0), 0, []
-        parts = list(transactions(self._parts.folder / name, state, events))
+        parts = list(transactions(self._parts.folder / name, events))
         for number, bodies in enumerate([*parts, []]):
             is_last = number == len(parts)
             end += sum(map(len, bodies))
@@ -162,28 +161,28 @@ class Feed:
         return True
 
 
-def transactions(path: Path, state: UserState, events: EventReader) -> Iterator[Sequence[LogRows]]:
+def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]:
     """Yields the rows of a part as they are added together, in bodies.
 
-    Those of a server's part are added as the server has added them; other rows in the order of their times.
+    Those of a server's part are added as the server has added them; other rows in the order of (time, user, item).
 
     Args:
         path: of the part.
-        state: gives the columns of items and users that the rows do not carry.
         events: makes rows of the columns.
 
     Raises:
         DataError: it is damaged, or a row is, such as one of the future.
     """
-    rows = _read(path, state, events)
-    info, begin = read_info(path), 0
+    rows = _read(path, events)
+    info, begin = info_of(path), 0
     indices = np.arange(len(rows)) if info is None else info.rows()
     if len(indices) != len(rows):
-        raise DataError(f"{path}: has {len(rows)} rows, and its metadata {len(indices)}")
+        raise DataError(f"{path}: has {len(rows)} rows, and its metadata says {len(indices)}")
     left = rows_that_count(path, rows.users, read_deletions(path.parent))
     rows, indices = rows.take(np.flatnonzero(left)), indices[left]
     if info is None:
-        rows = rows.take(np.argsort(rows.records[TIME], kind="stable"))
+        items = rows.texts[events.layout.log.item]
+        rows = rows.take(np.lexsort((np.array(items, str), np.array(rows.users, str), rows.records[TIME])))
         times = rows.records[TIME]
         while begin < len(rows):
             end = min(begin + _AT_ONCE, len(rows))
@@ -198,30 +197,26 @@ def transactions(path: Path, state: UserState, events: EventReader) -> Iterator[
         begin = ends[-1]
 
 
-def _read(path: Path, state: UserState, events: EventReader) -> LogRows:
+def _read(path: Path, events: EventReader) -> LogRows:
     """Reads the rows of a part as training does, in the order of the file."""
     layout, log = events.layout, events.layout.log
     own = {"missing_values": log.missing_values, "null_ids": log.null_ids}
     config = DataConfig(user=log.user, item=log.item, timestamp=log.time, timestamp_unit=log.unit, **own)
     needed = {name: events.columns[name] for name in (*layout.columns, *events.texts)}
     table = read_table(str(path), {log.user, log.time, *needed, *events.raw}, config, "--feed")
-    ids: dict[Entity, list[str]] = {"user": table.ids(log.user, DROP).to_pylist()}
-    ids["item"] = table.ids(log.item, DROP).to_pylist()
-    if (longest := max((len(one.encode()) for one in ids["user"]), default=0)) > LONGEST_ID:
+    users, _ = (table.ids(name, DROP).to_pylist() for name in (log.user, log.item))
+    if (longest := max((len(one.encode()) for one in users), default=0)) > LONGEST_ID:
         raise DataError(f"{path}: '{log.user}' has an id of {longest} bytes, and a state's have at most {LONGEST_ID}")
     seconds = table.times(log.time, log.unit)
     if (ahead := events.ahead(seconds)).any():
         row = int(ahead.argmax())
         raise table.fault(row, f"'{log.time}' is {date_of(seconds[row]) or seconds[row]}, which is in the future")
     columns = {name: _values(table, one, log.separators) for name, one in needed.items() if name in table.known}
-    lacking = [name for name in layout.columns if name not in columns]
-    columns |= log_columns(state.tables, ids, lacking, state.store.get, state.texts)
     for name in events.required:
-        if name not in columns and name not in table.known:
-            table.require(name)
+        table.require(name)
     raw = {name: table.column(name) for name in events.raw if name in table.known}
     place = lambda row, name: f"{table.location(row)}: '{name}'" if name else table.location(row)  # noqa: E731
-    return events.encode(columns | {log.user: ids["user"]}, seconds, raw, place)
+    return events.encode(columns | {log.user: users}, seconds, raw, place)
 
 
 def _values(table: SourceRows, column: Column, separators: dict[str, str]) -> Given:

@@ -56,7 +56,7 @@ class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: str
 
 
-def read_info(path: Path) -> PartInfo | None:
+def info_of(path: Path) -> PartInfo | None:
     """Returns the metadata of a part; None for one that no server has written.
 
     Raises:
@@ -120,7 +120,7 @@ def rows_that_count(path: Path, users: Sequence[str], deletions: Collection[Dele
     """
     if not (without := users_without(deletions, path.name)):
         return np.ones(len(users), bool)
-    info = read_info(path)
+    info = info_of(path)
     return rows_left(users, np.arange(len(users)) if info is None else info.rows(), without)
 
 

@@ -3,11 +3,10 @@
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
-import msgspec
 import numpy as np
 
 from jfi.serving.schema import KINDS, LATEST, LONGEST_TEXT, Field, id_schema
@@ -52,22 +51,25 @@ class LogRows:
         users: `[N]` texts of the users' ids.
         records: `[N]`, of EventLayout; the numbers of texts are 0.
         texts: by column of texts the value of each row, `[N]`; of lists `[N * size]`.
+        lacking: columns that the rows do not have; the state's items and users have them, see
+            `jfi.state.columns.complete`.
         labels: `[N]` float32, NaN for none.
         in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
-        given: by column of the log the values that were given: of texts, numbers or times `[N]`; of lists all texts and
-            the lengths `[N]`.
         place: gives the place of a row in the body, for messages.
+        given: by column of the log the values that were sent: of texts, numbers or times `[N]`; of lists all texts and
+            the lengths `[N]`.
     """
 
     users: list[str]
     records: np.ndarray
     texts: dict[str, list[str | None]]
+    lacking: list[str]
     labels: np.ndarray
     in_history: np.ndarray
     sessions: np.ndarray
-    given: Mapping[str, Given]
     place: Place
+    given: Mapping[str, Given] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.users)
@@ -75,11 +77,10 @@ class LogRows:
     def take(self, rows: np.ndarray) -> "LogRows":
         """Returns rows `[K]` int64, without what was given."""
         texts = {name: np.array(own, object).reshape(len(self), -1)[rows].ravel() for name, own in self.texts.items()}
+        own = {name: one.tolist() for name, one in texts.items()}
         of_rows = (one[rows] for one in (self.labels, self.in_history, self.sessions))
         users, place = [self.users[row] for row in rows], lambda row, name: self.place(int(rows[row]), name)
-        return LogRows(
-            users, self.records[rows], {name: one.tolist() for name, one in texts.items()}, *of_rows, {}, place
-        )
+        return LogRows(users, self.records[rows], own, self.lacking, *of_rows, place)
 
     def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
         """Returns the records of rows `[K]` int64, with the numbers of their texts."""
@@ -121,11 +122,10 @@ class EventReader:
         if self._session is not None:
             own.append(self._session)
             texts.append(self._session)
-        label = log.label if settings is not None else None  # only statistics read labels
-        if label is not None or log.history is not None:
+        if log.label is not None or log.history is not None:
             from jfi.state.meaning import Meaning  # only rules need pyarrow
 
-            self._meaning = Meaning(msgspec.structs.replace(log, label=label))
+            self._meaning = Meaning(log)
             own += self._meaning.of_history
         #: Names of columns that rules and labels read.
         self.raw: list[str] = [] if self._meaning is None else self._meaning.columns
@@ -134,8 +134,9 @@ class EventReader:
                 self.columns.setdefault(name, Column(name, "text" if name in texts else "any"))
         self._missing = {text for one in log.missing_values if (text := text_of(one)) is not None}
         self._missing_numbers = finite_numbers(log.missing_values)
-        #: Names of the columns that each row has.
-        self.required = list(dict.fromkeys(own))
+        known = {one.name for one in (*layout.info.items, *layout.info.users)}
+        #: Names of the columns that each row has; what the state has of items and users is not needed.
+        self.required = [name for name in dict.fromkeys(own) if name not in known]
         #: Names of those that all rows of a body have or none.
         self.optional = [name for name in self.columns if name not in self.required]
 
@@ -240,7 +241,10 @@ class EventReader:
         log, count = self._log, len(seconds)
         records, found = np.zeros(count, self.layout.dtype), {}
         records[TIME] = seconds
+        lacking = [name for name in self.layout.columns if name not in columns]
         for name, column in self.layout.columns.items():
+            if name in lacking:
+                continue
             values = columns[name]
             if isinstance(values, tuple):
                 found[name] = _first_texts(*values, column.size)
@@ -259,7 +263,7 @@ class EventReader:
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(columns[self._session])
-        return LogRows(columns[log.user], records, found, labels, in_history, sessions, given, place)
+        return LogRows(columns[log.user], records, found, lacking, labels, in_history, sessions, place, given)
 
     def ahead(self, seconds: np.ndarray) -> np.ndarray:
         """Returns which times are further ahead of the clock than is allowed."""

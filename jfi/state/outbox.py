@@ -1,9 +1,10 @@
 """The outbox of a state: rows that it has accepted, in its own store until a writer has made Parquet parts of them.
 
 A value has the rows of one transaction, and its key the position of the first of them. A part has whole transactions,
-but where a column changes its type between two bodies, and its name the positions of its first and its last row: after a kill between the rename of a part and the removal of its
-rows, the newest name tells which rows are written. Its metadata has the state's id, and how many rows the bodies of
-each transaction had: rows that are added by the same steps give the same state, bit for bit.
+but where a column changes its type between two bodies, and its name has the positions of its first and its last row:
+after a kill between the rename of a part and the removal of its rows, the newest name tells which rows are written. Its
+metadata has the state's id, and how many rows the bodies of each transaction had: rows that are added by the same steps
+give the same state, bit for bit.
 """
 
 import logging
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from jfi.state.columns import ColumnLayout, Entity, log_columns
-from jfi.state.deletions import METADATA, PartInfo, read_deletions, read_info, rows_left, users_without
+from jfi.state.deletions import METADATA, PartInfo, info_of, read_deletions, rows_left, users_without
 from jfi.state.events import Given, LogRows
 from jfi.state.layout import POSITION, EventLayout, integer
 from jfi.state.model_ids import Texts
@@ -60,7 +61,7 @@ def entry(
         texts: reads its dictionaries.
     """
     log, found = layout.log, []
-    names = [*(one.name for one in log.others), *([log.event_id] if log.event_id else [])]
+    names = [*layout.columns, *(one.name for one in log.others), *([log.event_id] if log.event_id else [])]
     for rows, kept in bodies:
         if not len(kept):
             continue
@@ -201,7 +202,7 @@ class PartWriter:
         name, end = _newest(self._folder)
         if not end:
             return 0
-        info = read_info(self._folder / name)
+        info = info_of(self._folder / name)
         if info is None or info.state != self._layout.info.id or end > position:
             what = f"{name} has rows of another state, or of one that was newer; name another folder"
             raise StateError(f"--log {self._folder}: {what}")
@@ -282,7 +283,7 @@ class PartWriter:
         known = int(done.read_text()) if done.is_file() else 0
         for name in sorted(os.listdir(self._folder)) if len(found) > known else ():
             if _NAME.fullmatch(name) and users_without(found[known:], name):
-                info = read_info(self._folder / name)
+                info = info_of(self._folder / name)
                 users = pq.read_table(self._folder / name, columns=[self._layout.log.user])
                 if not self._left(name, users, info).all():
                     self._put(name, pq.read_table(self._folder / name), info)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jfi.serving.requests import Encoded, Request, RequestReader
 from jfi.serving.validation import BadRequestError
-from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_columns
+from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of, write_columns
 from jfi.state.counters import StateCounters, check_statistics
 from jfi.state.deletions import add_deletion
 from jfi.state.dictionaries import Cache, Dictionaries
@@ -222,7 +222,8 @@ class UserState:
         now = UserRows(self.layout, get, users, kept.oldest(), quota)
         counted: list[tuple[LogRows, Chosen]] = []
         results: list[Added | BadRequestError] = []
-        for events in bodies:
+        for given in bodies:
+            events = complete(given, self.layout, self.tables, get, names)
             chosen = now.choose(events, self.max_late)
             if refuses_late and len(chosen.late):
                 results.append(self._late(events, int(chosen.late[0]), now))

@@ -61,8 +61,8 @@ class StoreUnavailableError(Exception):
     """The store is down, slow or full, as one line that says why; nothing was acknowledged."""
 
 
-class Store(Protocol):
-    """Bytes by key."""
+class Updated(Protocol):
+    """Bytes by key that are read, and changed all at once."""
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Returns the values of keys, None for a key that is not there."""
@@ -74,6 +74,10 @@ class Store(Protocol):
             change: gets a function that reads keys; what it has read is as it was when the changes are written.
         """
 
+
+class Store(Updated, Protocol):
+    """Bytes by key."""
+
     def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
         """Writes keys with their values, in several steps."""
 
@@ -84,10 +88,7 @@ class Store(Protocol):
         """Tries to be the one process that holds a name, until the process ends or, on a server, 10 s after a call."""
 
     def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Yields lists of keys that begin with one of `prefixes`, of one length, and their values.
-
-        A list may be empty, and between two lists no transaction is open.
-        """
+        """Yields keys and values by lists: all keys that begin with one of `prefixes`, which have one length."""
 
     def check(self) -> None:
         """Raises StateError if the store may remove keys by itself."""
@@ -210,8 +211,7 @@ class LmdbStore:
 
     def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
         """See Store."""
-        for prefix in prefixes:
-            begin = prefix
+        for prefix, begin in zip(prefixes, prefixes, strict=True):
             while page := list(islice(self.scan(prefix, begin), _AT_ONCE)):
                 yield page
                 begin = page[-1][0] + b"\0"

@@ -7,7 +7,7 @@ counts as repeated, since nobody knows whether it was there. So does an older on
 user's newest one is late, and does not count, unless it brings the label of a row that is there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from jfi.state.events import LogRows
 from jfi.state.layout import ID, LABELED, OTHERS, TIME, EventLayout, newest, other_key, user_key
 from jfi.state.retention import Quota, newer
-from jfi.state.stores import Changes, Get
+from jfi.state.stores import Changes, Get, Store, finding_damage
 
 #: Seconds that a row may be older than the newest one of its user, by default.
 MAX_LATE = 86400.0
@@ -27,6 +27,7 @@ class Chosen:
 
     Args:
         kept: `[K]` int64, the indices of those that do.
+        replaced: `[K]` int64, the indices of the rows among the old ones that they take the place of, or -1.
         was_event: `[K]` bool, those that were there as events of histories, without the label that they have now.
         late: `[L]` int64, the indices of those that are too late.
         repeated: how many are there already.
@@ -35,6 +36,7 @@ class Chosen:
     """
 
     kept: np.ndarray
+    replaced: np.ndarray
     was_event: np.ndarray
     late: np.ndarray
     repeated: int
@@ -105,7 +107,8 @@ class UserRows:
         replaced, stays = replaced[kept], np.ones(count, bool)
         stays[replaced[replaced >= 0]] = False
         was_event = np.append(is_event[:count], False)[replaced]  # -1 is False
-        return Chosen(kept, was_event, np.flatnonzero(late), int(repeated.sum()), len(valid) - len(kept), stays)
+        over_quota = len(valid) - len(kept)
+        return Chosen(kept, replaced, was_event, np.flatnonzero(late), int(repeated.sum()), over_quota, stays)
 
     def add(self, rows: LogRows, chosen: Chosen, records: np.ndarray, texts: Callable[[list[int]], list]) -> None:
         """Adds rows that count.
@@ -163,6 +166,14 @@ class UserRows:
 
     def _numbers(self, users: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self._number.__getitem__, users), np.int64, len(users))
+
+
+def scan_records(store: Store, layout: EventLayout) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields all users and their records."""
+    for key, value in store.scan(user_key("")):
+        with finding_damage("the id of a user"):
+            user = key[1:].decode()
+        yield user, layout.records(value, user)
 
 
 def _as(records: np.ndarray, kind: np.dtype) -> np.ndarray:

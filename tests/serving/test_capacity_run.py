@@ -21,8 +21,9 @@ from jfi.serving.tables import FLOAT, INT8, RowsOfIds, load_tables, save_tables
 from jfi.state.export import export_events
 from jfi.state.layout import layout_of
 from jfi.state.load import fill
-from jfi.state.state import UserState, scan_records
+from jfi.state.state import UserState
 from jfi.state.stores import open_store
+from jfi.state.user_rows import scan_records
 from jfi.training import Config, ModelConfig, TrainingConfig, train
 from jfi.utils.encoding import HashedIds
 

@@ -18,9 +18,9 @@ from jfi.state.deletions import (
     LIST,
     Deletion,
     add_deletion,
+    info_of,
     keys_of_users,
     read_deletions,
-    read_info,
     rows_left,
     users_without,
 )
@@ -106,7 +106,7 @@ def test_parts_are_written_anew_and_later_ones_without_the_rows_of_deleted_users
     assert found["user_id"].to_pylist() == [row["user_id"] for row in left]
     assert found["timestamp"].to_pylist() == [row["timestamp"] for row in left]
     assert replay.state.position == 500 and max(parts.glob("0*")).name.endswith(f"{499:020d}.parquet")
-    infos = [read_info(one) for one in parts.glob("0*")]
+    infos = [info_of(one) for one in parts.glob("0*")]
     assert sum(sum(map(sum, one.bodies)) for one in infos) == 500
     assert sum(len(one.removed) for one in infos) == rows_of(log[:350], "u3")
     now = {path.name: path.stat().st_ino for path in parts.glob("0*")}

@@ -17,8 +17,9 @@ from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.state.events import EventReader
 from jfi.state.layout import TIME, Log, layout_of
-from jfi.state.state import UserState, scan_records, write_layout
+from jfi.state.state import UserState, write_layout
 from jfi.state.stores import LmdbStore
+from jfi.state.user_rows import scan_records
 
 from ..conftest import ROOT
 from ..test_server import serve

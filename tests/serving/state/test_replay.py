@@ -13,8 +13,9 @@ import jfi
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.state.layout import TIME, layout_of
-from jfi.state.state import UserState, scan_records, write_layout
+from jfi.state.state import UserState, write_layout
 from jfi.state.stores import open_store
+from jfi.state.user_rows import scan_records
 
 from ..conftest import as_sent
 from ..test_server import serve
