@@ -80,6 +80,10 @@ class LiveCounters:
         one = self._settings
         return Statistics(index, one.groups, one.categories, one.window, one.half_lives, one.numbers, one.values)
 
+    def prefixes_of(self, user: bytes) -> list[bytes]:
+        """Returns the beginnings of the keys of a user's own records, by the digest of the user's id."""
+        return [name.prefix + user for name in self.names.values() if name.key[:1] == ("user",)]
+
     def compute(self, get: Get, queries: LiveRows) -> StatisticColumns:
         """Returns by column the statistics `[N]` of queries.
 

@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -79,6 +79,12 @@ class Store(Updated, Protocol):
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yields all keys that begin with `prefix`, and their values."""
+
+    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """Yields lists of keys that begin with one of `prefixes`, of one length, and their values.
+
+        A list may be empty, and between two lists no transaction is open.
+        """
 
     def check(self) -> None:
         """Raises StateError if the store may remove keys by itself."""
@@ -185,14 +191,22 @@ class LmdbStore:
                 for key, value in part:
                     transaction.put(key, value)
 
-    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """See Store; all values are of one moment."""
+    def scan(self, prefix: bytes, begin: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """See Store; all values are of one moment; from the key `begin` on."""
         with self._naming_faults(), self._environment.begin() as transaction, transaction.cursor() as cursor:
-            if cursor.set_range(prefix):
+            if cursor.set_range(begin or prefix):
                 for key, value in cursor:
                     if not key.startswith(prefix):
                         break
                     yield key, value
+
+    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """See Store."""
+        for prefix in prefixes:
+            begin = prefix
+            while page := list(islice(self.scan(prefix, begin), _AT_ONCE)):
+                yield page
+                begin = page[-1][0] + b"\0"
 
     def check(self) -> None:
         """See Store."""
@@ -325,18 +339,20 @@ class RedisStore:
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """See Store; what is written meanwhile may be missing."""
-        pattern = b"".join(b"\\" + bytes([one]) if one in b"*?[]\\^" else bytes([one]) for one in self._prefix + prefix)
-        seen: set[bytes] = set()
-        with self._reads() as client:
-            keys = client.scan_iter(match=pattern + b"*", count=_AT_ONCE)
-            while part := list(islice(keys, _AT_ONCE)):
-                part = [key for key in dict.fromkeys(part) if key not in seen]  # SCAN may give a key several times
-                if not part:
-                    continue
-                seen.update(part)
-                for key, value in zip(part, client.mget(part), strict=True):
-                    if value is not None:
-                        yield key.removeprefix(self._prefix), value
+        return chain.from_iterable(self.pages([prefix]))
+
+    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """See Store; all keys of the server are read once."""
+        pattern, own, seen, cursor = b"", tuple(self._own(prefixes)), set[bytes](), None
+        for column in zip(*own, strict=True):
+            one = bytes(column[:1])
+            pattern += b"?" if len({*column}) > 1 else b"\\" + one if one in b"*?[]\\^" else one
+        while cursor != 0:
+            with self._reads() as client:
+                cursor, found = client.scan(cursor or 0, match=pattern + b"*", count=_AT_ONCE)
+            keys = {key.removeprefix(self._prefix) for key in found if key.startswith(own)} - seen
+            seen |= keys  # SCAN may give a key several times
+            yield [(key, value) for key, value in zip(keys, self.get([*keys]), strict=True) if value is not None]
 
     def check(self) -> None:
         """See Store."""

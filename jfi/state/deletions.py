@@ -1,0 +1,157 @@
+"""Users who were deleted from a log of parts: a list beside the parts, by which rows are left out.
+
+A line has the BLAKE2b digest of a user's id, and the end of the parts that may have rows of theirs that do not count:
+for the parts of a server, whose names are positions, the position of the log at the deletion. Lines stay when the parts
+have been written anew: copies of these may be read, and states that have their rows.
+"""
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from jfi.state.counters import StateCounters
+from jfi.state.layout import digest
+from jfi.state.retention import USER_KEYS
+from jfi.state.stores import finding_damage
+from jfi.utils.files import naming
+
+#: The name of the list in the folder of the parts; names with this begin are none of parts.
+LIST = "_deleted.jsonl"
+#: The key of the metadata of a server's part.
+METADATA = b"jfi"
+_POSITIONS = re.compile(r"([0-9]{20})-[0-9]{20}\.parquet")
+
+
+class PartInfo(msgspec.Struct, frozen=True):
+    """The metadata of a part.
+
+    Args:
+        state: the id of the state that has accepted the rows.
+        bodies: by transaction the rows of each body, of users who were deleted too.
+        removed: indices of the rows of users who were deleted, which the part has no longer.
+    """
+
+    state: str
+    bodies: list[list[int]]
+    removed: list[int] = []
+
+    def rows(self) -> np.ndarray:
+        """Returns the indices `[N]` int64 that the rows which are left had among all."""
+        return np.delete(np.arange(sum(map(sum, self.bodies))), self.removed)
+
+
+class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The deletion of a user.
+
+    Args:
+        user: digest of the id in hexadecimal, see `jfi.state.layout.digest`.
+        before: parts whose names sort before it may have rows of the user that do not count.
+    """
+
+    user: str
+    before: str
+
+
+def read_info(path: Path) -> PartInfo | None:
+    """Returns the metadata of a part; None for one that no server has written.
+
+    Raises:
+        StateError: it is damaged.
+    """
+    import pyarrow.parquet as pq
+
+    given = (pq.read_schema(path).metadata or {}).get(METADATA)
+    with finding_damage(f"the metadata of {path}"):
+        return None if given is None else msgspec.json.decode(given, type=PartInfo)
+
+
+def add_deletion(folder: Path, user: str, position: int | None) -> None:
+    """Adds a line to the list of a folder, which is on the disk when this returns.
+
+    Args:
+        folder: of the parts.
+        user: the id.
+        position: of the log, whose later rows of the user count; None for all parts that are there now.
+    """
+    before = f"{max((path.name for path in folder.glob('*.parquet')), default='')}~"
+    line = Deletion(digest(user).hex(), before if position is None else f"{position:020d}")
+    with naming(folder / LIST), (folder / LIST).open("ab") as file:  # several processes may append
+        file.write(msgspec.json.encode(line) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_deletions(folder: Path) -> list[Deletion]:
+    """Returns the deletions of a folder of parts, in their order.
+
+    Raises:
+        StateError: the list is damaged.
+    """
+    try:
+        content = (folder / LIST).read_bytes()
+    except FileNotFoundError:
+        return []
+    with finding_damage(f"the list of deleted users {folder / LIST}"):
+        return [msgspec.json.decode(line, type=Deletion) for line in content.splitlines()]
+
+
+def users_without(deletions: Collection[Deletion], part: str) -> dict[bytes, float]:
+    """Returns by digest of a user the row of a part before which the user's rows do not count."""
+    found, named = {}, _POSITIONS.fullmatch(part)
+    for one in deletions:
+        if part < one.before:
+            end = int(one.before) - int(named[1]) if named and one.before.isdecimal() else np.inf
+            user = bytes.fromhex(one.user)
+            found[user] = max(end, found.get(user, 0))
+    return found
+
+
+def rows_that_count(path: Path, users: Sequence[str], deletions: Collection[Deletion]) -> np.ndarray:
+    """Returns which rows of a part are none that were deleted `[N]` bool.
+
+    Args:
+        path: of the part.
+        users: `[N]`, the ids of all of its rows.
+        deletions: of its folder.
+    """
+    if not (without := users_without(deletions, path.name)):
+        return np.ones(len(users), bool)
+    info = read_info(path)
+    return rows_left(users, np.arange(len(users)) if info is None else info.rows(), without)
+
+
+def rows_left(users: Sequence[str], rows: np.ndarray, without: Mapping[bytes, float]) -> np.ndarray:
+    """Returns which rows of a part count `[N]` bool.
+
+    Args:
+        users: `[N]`, the ids.
+        rows: `[N]` int64, the indices of the rows in the part as it was written first.
+        without: of `users_without`.
+    """
+    if not without:
+        return np.ones(len(users), bool)
+    ends = {user: without.get(digest(user), 0) for user in {*users}}
+    return rows >= np.array([ends[user] for user in users])
+
+
+def keys_of_users(
+    pages: Callable[[Sequence[bytes]], Iterator[list[tuple[bytes, bytes]]]],
+    users: Collection[bytes],
+    counters: StateCounters | None,
+) -> list[bytes]:
+    """Finds the keys of users in a state, of which all users are read.
+
+    Args:
+        pages: of the store.
+        users: digests of their ids.
+        counters: of the state, or None.
+    """
+    kinds = [key("") for key in USER_KEYS] + [b"U"]  # rows, quotas and columns
+    found = [key for page in pages(kinds) for key, _ in page if digest(key[1:].decode()) in users]
+    for user in users if counters is not None else ():
+        found += [key for page in pages(counters.live.prefixes_of(user)) for key, _ in page]
+    return found
