@@ -2,13 +2,14 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from jfi.data import DataError
 from jfi.data.io.paths import find_layout
+from jfi.state.deletions import Deletion, read_deletions, users_without
 from jfi.utils.files import naming, sha256_of
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Part:
         size: its bytes.
         modified: its time of modification, in nanoseconds.
         sha256: of its content; "" until it is read.
+        deletions: of its folder: users whose rows do not count, in this part or another one.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Part:
     size: int
     modified: int
     sha256: str = ""
+    deletions: Sequence[Deletion] = ()
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether it may have been written anew, without the rows of users who were deleted."""
+        return bool(users_without(self.deletions, self.name))
 
 
 class Parts(Protocol):
@@ -97,11 +105,12 @@ class PartFolder:
 
     def check(self, trained: Iterable[Part]) -> None:
         """See Parts."""
-        names = self._names()
+        names, deletions = self._names(), read_deletions(self.folder)
         for part in trained:
             if part.name in names:
                 self._trained.add(part.name)
-                self._compare(part)
+                if not users_without(deletions, part.name):
+                    self._compare(part)
 
     def next(self, last: str) -> str | None:
         """See Parts."""
@@ -124,7 +133,8 @@ class PartFolder:
             status = path.stat()
         except FileNotFoundError:
             raise DataError(f"{path}: no such file; the state of the run needs it once more") from None
-        return Part(name, path, status.st_size, status.st_mtime_ns, sha256_of(path))
+        found = status.st_size, status.st_mtime_ns, sha256_of(path)
+        return Part(name, path, *found, read_deletions(self.folder))
 
     def _names(self) -> set[str]:
         found = set()

@@ -10,8 +10,9 @@ import pyarrow.compute as pc
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
 from jfi.data.io.arrays import TEXT
-from jfi.data.io.blocks import read_table
+from jfi.data.io.blocks import DROP, read_table
 from jfi.data.io.paths import IN_MEMORY
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.follow.parts import Part, RefusedPart
 from jfi.follow.state import LogState
@@ -19,6 +20,7 @@ from jfi.follow.statistics import CountedRows
 from jfi.history_policies import Policy
 from jfi.state.arrow import as_arrow
 from jfi.state.columns import ColumnLayout, complete
+from jfi.state.deletions import rows_that_count
 from jfi.state.dictionaries import Dictionaries
 from jfi.state.events import LogRows
 from jfi.state.layout import TIME
@@ -91,11 +93,14 @@ class PartRows:
         #: Its splits have the labeled rows, in the order of time; None if there are none.
         self.dataset: InteractionDataset | None = None
         try:
-            self._table = read_table(str(part.path), state.reader.wanted, reading.config, "--follow")
+            self._table = _left(
+                part, read_table(str(part.path), state.reader.wanted, reading.config, "--follow"), reading
+            )
             rows = state.reader(self._table)
             _check_types(part, state.reader.contents(self._table), state.place.types)
         except DataError as fault:
             raise RefusedPart(part.path, fault) from fault
+        state.forget(part.deletions)
         names = Dictionaries(state.overlay.get, state.cache)
         rows = complete(rows, state.layout, state.tables, state.overlay.get, names)
         users = UserRows(state.layout, state.overlay.get, list(dict.fromkeys(rows.users)))
@@ -189,6 +194,15 @@ class PartRows:
         """`[N]` float64, those of the samples, ascending."""
         arrays = self.dataset.arrays()
         return arrays.events.time[arrays.samples[SAMPLES]]
+
+
+def _left(part: Part, table: SourceRows, reading: Reading) -> SourceRows:
+    """Returns the rows of a part without those of users who were deleted."""
+    if not part.may_differ:
+        return table
+    users = table.ids(reading.config.user, DROP).to_pylist()
+    rows = np.flatnonzero(rows_that_count(part.path, users, part.deletions))
+    return replace(table, data=table.data.take(pa.array(rows)), parts=(), line=lambda row: table.line(int(rows[row])))
 
 
 def _check_types(part: Part, found: dict[str, str], types: dict[str, str]) -> None:

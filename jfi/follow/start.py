@@ -284,7 +284,7 @@ class _Following:
                 continue
             check()
             part = self._parts.part(line["part"])
-            if part.sha256 != line["sha256"]:
+            if part.sha256 != line["sha256"] and not part.may_differ:
                 raise ConfigError(f"{part.path}: was changed after it was trained on; restore it")
             with temporary_folder(".jfi-") as folder:
                 rows = PartRows(part, state, replace(self._reading, late_seconds=line["late_seconds"]), folder)

@@ -5,7 +5,7 @@ then, in one transaction with their place in the log; a run that was killed betw
 without training on them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.serving.schema import Schema
 from jfi.state.columns import layouts_of
 from jfi.state.counters import StateCounters
+from jfi.state.deletions import Deletion, keys_of_users
 from jfi.state.dictionaries import Cache
 from jfi.state.load import fill, layout_of_run
 from jfi.state.state import read_layout
@@ -38,11 +39,13 @@ class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
         part: name of the last part whose rows are in it; "" for the run's own interactions alone.
         newest: time of the newest row, in seconds.
         types: by column what the run's own interactions hold, see `jfi.state.table_rows.TableReader.contents`.
+        deletions: how many lines of the list of deleted users have been applied, see `jfi.state.deletions`.
     """
 
     part: str
     newest: float
     types: dict[str, str]
+    deletions: int = 0
 
 
 class Overlay:
@@ -69,6 +72,12 @@ class Overlay:
         if absent:
             found |= zip(absent, self._store.get(absent), strict=True)
         return [found[key] for key in keys]
+
+    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """See Store; of keys that have been changed both values, and of removed ones the one in the store."""
+        yield from self._store.pages(prefixes)
+        changed = (self._changes | self._part).items()
+        yield [(key, value) for key, value in changed if value is not None and key.startswith(tuple(prefixes))]
 
     def update(self, change: Callable[[Get], Changes]) -> None:
         """Changes keys, for the current part."""
@@ -107,6 +116,7 @@ class LogState:
             self.layout = read_layout(store)
         except (msgspec.DecodeError, StateError) as error:
             raise ConfigError(f"the state of the log is damaged: {error}; remove its folder to make it anew") from None
+        self._deletions = self.place.deletions
         #: By entity the records of its columns.
         self.tables = layouts_of(self.layout.info)
         #: Numbers and texts that were read.
@@ -119,11 +129,18 @@ class LogState:
         if requests.statistics is not None:
             self.counters = StateCounters(requests.statistics, requests, self.layout)
 
+    def forget(self, deletions: Sequence[Deletion]) -> None:
+        """Removes, for the current part, what the state has of users who were deleted since the part before."""
+        if users := {bytes.fromhex(one.user) for one in deletions[self.place.deletions :]}:
+            keys = keys_of_users(self.overlay.pages, users, self.counters)
+            self.overlay.update(lambda get: dict.fromkeys(keys))
+        self._deletions = max(len(deletions), self.place.deletions)
+
     def end_part(self, name: str, newest: float) -> None:
         """Ends a part, whose changes the next commit writes."""
         self.overlay.end_part()
         self.cache.trim()
-        self.place = StatePlace(name, max(newest, self.place.newest), self.place.types)
+        self.place = StatePlace(name, max(newest, self.place.newest), self.place.types, self._deletions)
 
     def drop_part(self) -> None:
         """Forgets what the current part has changed."""
