@@ -14,6 +14,8 @@ from pathlib import Path
 
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
+from jfi.state.outbox import PartWriter
+from jfi.state.state import read_layout
 from jfi.state.stores import Store, open_store
 from jfi.utils.errors import InputError
 from jfi.utils.files import reading_file
@@ -27,7 +29,7 @@ def load_artifact(options: argparse.Namespace, store: Store | None, path: Path) 
     state = None
     if store is not None:
         cold = options.if_state_fails == "cold"
-        state = StateSettings(store, cold, options.late_seconds, options.max_events)
+        state = StateSettings(store, cold, options.late_seconds, options.max_events, options.log is not None)
     sums = known_sums(options.sha256)
     return Scorer(path, *limits, output=options.output, sha256=sums, state=state)
 
@@ -74,6 +76,7 @@ def serve(options: argparse.Namespace) -> None:
     from prometheus_client import disable_created_metrics
 
     from jfi.serving.server.app import make_app, once_a_minute, run, without_traceback
+    from jfi.serving.server.events import write_parts
     from jfi.serving.server.follow import Follower
 
     disable_created_metrics()  # the time of a counter's first value, a sample more for each
@@ -83,7 +86,15 @@ def serve(options: argparse.Namespace) -> None:
     if options.log_requests:
         logging.getLogger("jfi.serving").setLevel(logging.INFO)
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
-    load, follower = partial(load_artifact, options, open_state(options)), None
+    store, follower, tasks = open_state(options), None, []
+    load = partial(load_artifact, options, store)
+    if options.log is not None:
+        writer = PartWriter(store, read_layout(store), options.log, options.log_rows, options.log_seconds)
+        tasks.append(partial(write_parts, writer))
+    if options.feed is not None:
+        from jfi.follow.feed import Feed  # with pyarrow
+
+        tasks.append(Feed(options.feed).run)
     if options.follow is not None:
         follower = Follower(options.follow, load, options.tables_device, options.at)
     app = make_app(
@@ -97,6 +108,8 @@ def serve(options: argparse.Namespace) -> None:
         body_seconds=options.body_seconds,
         deadline=options.deadline_ms / 1e3,
         follower=follower,
+        tasks=tasks,
+        feed=options.feed,
     )
 
     async def run_until_signal() -> None:
@@ -118,6 +131,8 @@ def main(options: argparse.Namespace) -> None:
         raise InputError(f"jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'")
     if options.at is not None and options.follow is None:
         raise InputError("--at is a version of --follow FOLDER")
+    if options.state is None and (options.log or options.feed):
+        raise InputError("--log and --feed need a state of users: name it by --state")
     if options.follow is not None and not options.follow.is_dir():
         raise ArtifactError(f"--follow {options.follow}: no such folder")
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.

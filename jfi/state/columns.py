@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 
 from jfi.serving.requests import Encoded
-from jfi.serving.schema import Field
+from jfi.serving.schema import LONGEST_ID, Field
 from jfi.serving.validation import BadRequestError, check_names, shown
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import LogRows, values_of
+from jfi.state.events import Given, LogRows, values_of
 from jfi.state.layout import DTYPES, Column, EventLayout, StateInfo
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
 from jfi.state.stores import Changes, Get, Updated, finding_damage
@@ -204,6 +204,38 @@ def read_columns(layout: ColumnLayout, body: bytes) -> dict[str, Values]:
         return {name: values_of(layout.columns[name], [value], place) for name, value in given.items()}
 
     return read_body(body, encode)
+
+
+def log_columns(
+    tables: Mapping[Entity, ColumnLayout],
+    ids: Mapping[Entity, Sequence[str]],
+    names: Sequence[str],
+    get: Get,
+    texts: Texts,
+) -> dict[str, Given]:
+    """Returns columns of items and users as rows of a log have them, as far as the state has these columns.
+
+    Args:
+        tables: the records.
+        ids: of the items and the users of the rows, `[N]` each.
+        names: of the columns.
+        get: reads keys of the store.
+        texts: reads its dictionaries.
+    """
+    found: dict[str, Given] = {}
+    for of, layout in tables.items():
+        if own := [name for name in names if name in layout.columns]:
+            keys = {one: layout.key(one) for one in ids[of] if len(one.encode()) <= LONGEST_ID}
+            values = dict(zip(keys, get([*keys.values()]), strict=True))
+            stored = layout.decode([values.get(one) for one in ids[of]])
+            for name in own:
+                column = stored[name]
+                if isinstance(column, tuple):
+                    found[name] = texts(name, column[0].tolist()), column[1]
+                else:
+                    is_text = layout.columns[name].kind == "text"
+                    found[name] = texts(name, column.tolist()) if is_text else column
+    return found
 
 
 class ModelColumns:

@@ -24,8 +24,9 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -55,6 +56,8 @@ _BODIES = web.AppKey("bodies", Bodies)
 _CONNECTIONS = web.AppKey("connections", Connections)
 _FAULTS, _PROBES = web.AppKey("faults", Pace), web.AppKey("probes", Pace)
 _WRITER = web.AppKey("writer", EventWriter)
+#: What runs beside the answers until it is cancelled.
+Task = Callable[[Live, Metrics], Awaitable[None]]
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
 
@@ -72,6 +75,8 @@ def make_app(
     pace: float = 200.0,
     deadline: float = 5.0,
     follower: Follower | None = None,
+    tasks: Sequence[Task] = (),
+    feed: Path | None = None,
 ) -> web.Application:
     """The application, which `run` serves.
 
@@ -86,6 +91,8 @@ def make_app(
         pace: as of Pace.
         deadline: seconds that a request may wait until a call of the model begins.
         follower: keeps it at the newest published version, which each answer names; `scorer` is what it started.
+        tasks: run while it serves, such as what writes the log; they are cancelled after the last event is written.
+        feed: folder that the state is fed from; events are not taken otherwise then.
     """
     admission, metrics = Admission(queue), Metrics()
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
@@ -104,12 +111,13 @@ def make_app(
         metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
         del scorer  # an artifact in use is held by Live alone, which releases it for another
-        following = None if follower is None else asyncio.create_task(follower.run(live, metrics))
+        own = [*tasks, *([] if follower is None else [follower.run])]
+        running = [asyncio.create_task(task(live, metrics)) for task in own]
         yield
-        if following is not None:
-            following.cancel()
-            await asyncio.wait([following])
         await app[_WRITER].close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await app[LIVE].close()
 
     async def score(request: web.Request) -> web.Response:
@@ -132,7 +140,8 @@ def make_app(
         info = now.info
         artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
         artifact |= {"versions": info.versions, "tables": info.quantization}
-        inside = {"requests": admission.inside, "device": info.device, "state": now.state is not None}
+        inside = {"requests": admission.inside, "device": info.device}
+        inside["state"] = None if now.state is None else {"log_position": now.state.position}
         inside |= {} if follower is None else follower.health()
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 
@@ -151,7 +160,7 @@ def make_app(
     }
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
-        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline)
+        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed)
     app.add_routes(routes)
     return app
 
