@@ -49,8 +49,8 @@ class Feed:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._parts, self._clock = PartFolder(folder, "--feed"), clock
         self._is_first = True
-        #: The part that cannot be added, as its file was, and until when it is not read again.
-        self._stopped: tuple[Path, tuple[int, int]] | None = None
+        #: Name, size and time of the part that cannot be added, and until when it is not read again as it is.
+        self._stopped: tuple[str, int, int] | None = None
         self._until = -np.inf
 
     async def run(self, live: Live, metrics: Metrics) -> None:
@@ -92,23 +92,19 @@ class Feed:
             self._parts.skip_to(cursor.part)
             self._is_first = False
         name = cursor.part if cursor.rows >= 0 else self._parts.next(cursor.part)
-        if name is None or self._is_stopped(self._parts.folder / name):
+        was, self._stopped = self._stopped, None
+        if name is None:
+            return False
+        status = (self._parts.folder / name).stat()
+        file = name, status.st_size, status.st_mtime_ns
+        if file == was and self._clock() < self._until:
+            self._stopped = was
             return False
         try:
             return self._add(name, found, max(cursor.rows, 0), state, events, told)
         except (DataError, BadRequestError) as fault:
-            status = (self._parts.folder / name).stat()
-            self._stopped = self._parts.folder / name, (status.st_size, status.st_mtime_ns)
-            self._until = self._clock() + _PAUSE
+            self._stopped, self._until = file, self._clock() + _PAUSE
             raise DataError(str(fault)) from fault
-
-    def _is_stopped(self, path: Path) -> bool:
-        """Returns whether a part is as it was when it could not be added."""
-        status = path.stat()
-        if self._stopped == (path, (status.st_size, status.st_mtime_ns)) and self._clock() < self._until:
-            return True
-        self._stopped = None
-        return False
 
     def _add(
         self,
