@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 335,
     "baselines": 350,
-    "cli": 1421,
+    "cli": 1465,
     "cpu": 922,
     "cuda_graphs": 787,
     "data": 8213,
