@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
 
+import msgspec
 import numpy as np
 import torch
 
@@ -143,6 +144,8 @@ def texts(
         refuse(one, values, place, [type(value) in _TEXTS for value in values])
     if only_equality and kinds <= {int, type(None)}:
         return values
+    if kinds == {int}:
+        return msgspec.json.encode(values)[1:-1].decode().split(",")  # faster than str
     if kinds == {str} and are_canonical(values):
         found = distinct = values
     elif kinds <= {str, type(None)}:  # many are equal
@@ -164,13 +167,11 @@ def ids_of(
     """`[N]` int64 ids of a category's values."""
     if one.default is not None or not isinstance(known, KnownValues):
         return known.ids([one.default if text is None else text for text in texts(one, values, place)])
-    if not values or type(values[0]) is not str:
-        if set(map(type, values)) == {int}:
-            return known.ids_of_integers(values)
-        return known.ids(texts(one, values, place))
+    if values and type(values[0]) is int:
+        values = texts(one, values, place)
     try:  # most texts are those of the vocabulary, as they are
         ids = known.ids(values)
-    except TypeError:  # not all are texts
+    except TypeError:  # of a list or an object
         return known.ids(texts(one, values, place))
     (unknown,) = (ids == UNKNOWN).nonzero()
     if len(unknown):

@@ -328,25 +328,20 @@ def test_semantic_ids_are_checked():
     [
         [str(i) for i in range(3000)],
         ["a", "12345678", "123456789", "é" * 7, "q" * 32],
-        ["b", "q" * 64, "q" * 65, "a\0", "a", "é" * 32, "é" * 33],  # some too long for a table
-        ["q" * 65],
+        ["b", "q" * 64, "q" * 65, "a\0", "a", "é" * 32, "é" * 33],
         ["a\0", "a"],
         ["\ud800"],
         ["-3", "7", "-0", "07", "٣", "9" * 19, "9" * 5000, str(-(2**63)), str(2**64 - 1)],
         [],
     ],
-    ids=["many", "lengths", "long", "all long", "zero byte", "surrogate", "integers", "none"],
+    ids=["many", "lengths", "long", "zero byte", "surrogate", "integers", "none"],
 )
 @pytest.mark.parametrize("few", [0, 2**12], ids=["table", "dict"])
 def test_known_values_give_the_ids_of_the_vocabulary(values, few, monkeypatch):
     monkeypatch.setattr(known, "_FEW", few)
     draw, found, wanted = random.Random(0), KnownValues(values), Vocabulary(values)
-    strange = [None, "", "a", "a\0", "\0", "\ud800", "q" * 31, "q" * 34, "q" * 66, "123456789\0", "99999"]
-    integers = [0, 7, -3, -7, 3, 12, 2**63, 10**19 - 1, -(2**63), 2**64 - 1, 2999, 3000]
+    strange = [7, True, None, "", "a", "a\0", "\0", "\ud800", "q" * 31, "q" * 34, "q" * 66, "123456789\0", "99999"]
     for _ in range(20):
         asked = [draw.choice([*values, *strange]) for _ in range(draw.randrange(200))]
         ids = found.ids(asked)
         assert ids.dtype == np.int64 and ids.tolist() == wanted.ids(asked).tolist()
-        asked = [draw.choice(integers) for _ in range(draw.randrange(1, 200))]
-        ids = found.ids_of_integers(asked)
-        assert ids.dtype == np.int64 and ids.tolist() == wanted.ids(list(map(str, asked))).tolist()
