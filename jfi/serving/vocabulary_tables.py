@@ -32,7 +32,7 @@ class KnownValues(Vocabulary):
         order = np.argsort(hashes, kind="stable")
         #: The hashes, ascending, and the ids of their values.
         self._hashes, self._ids_of_hashes = np.append(hashes[order], largest), np.append(order + 1, UNKNOWN)
-        bits = len(values).bit_length()
+        bits = len(values).bit_length() + 1
         self._shift = np.uint64(64 - bits)
         #: By the first bits of a hash the index of the first one with these, and the most that share them.
         self._first = hashes[order].searchsorted(np.arange(2**bits, dtype=np.uint64) << self._shift)
@@ -43,10 +43,10 @@ class KnownValues(Vocabulary):
         if len(self.values) <= _FEW:
             return super().ids(values)
         hashes = _hashes(values)
-        index = self._first[hashes >> self._shift]
+        index = self._first.take((hashes >> self._shift).view(np.int64))
         for _ in range(self._most):
-            index += self._hashes[index] < hashes
-        return np.where(self._hashes[index] == hashes, self._ids_of_hashes[index], UNKNOWN)
+            index += self._hashes.take(index) < hashes
+        return np.where(self._hashes.take(index) == hashes, self._ids_of_hashes.take(index), UNKNOWN)
 
 
 def _hashes(values: Sequence[object]) -> np.ndarray:
