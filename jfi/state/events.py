@@ -1,44 +1,47 @@
 """Checks rows of a log that are sent to the server, and makes records of them but for the numbers of their texts."""
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
-from jfi.serving.schema import KINDS, LATEST, LONGEST_TEXT, Field, id_schema
 from jfi.serving.validation import (
+    LATEST,
+    LONGEST_ID,
+    LONGEST_TEXT,
+    TYPES,
+    VALUE,
     BadRequestError,
+    BodyType,
     Place,
     Rows,
     Values,
-    check_count,
     flat_values,
-    numbers,
+    id_type,
     read_id,
     shown,
     sids,
+    table_type,
     texts,
 )
 from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of
 from jfi.utils.encoding import SECONDS
 
-_ID = Field("id", "category")
-#: By kind of a column that of its field in a request.
-FIELDS: dict[str, Literal["category", "slots", "quantile", "sid"]] = {
-    "text": "category",
-    "texts": "slots",
-    "number": "quantile",
-    "sid": "sid",
-    "session": "category",
-    "any": "category",
+#: By kind of a column the type of its values in a body.
+COLUMN_TYPES: dict[str, Any] = {
+    "text": VALUE,
+    "texts": TYPES["slots"],
+    "number": TYPES["quantile"],
+    "sid": TYPES["sid"],
+    "session": VALUE,
+    "any": VALUE,
 }
 _DATE = "^[0-9]{4}-[0-9]{2}-[0-9]{2}"
-_TIME = {"description": "a date and time by ISO 8601, or a number", "type": ["number", "string"], "pattern": _DATE}
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,8 @@ class EventReader:
     ) -> None:
         self.layout, self.max_events, self._log = layout, max_events, layout.log
         self._max_future, self._clock, log, settings = max_future, clock, layout.log, layout.info.statistics
-        #: By column of a row the kind of its field.
-        self._kinds = {one.name: FIELDS[one.kind] for one in (*layout.columns.values(), *log.others)}
+        #: By column of a row the type of its values.
+        types = {one.name: COLUMN_TYPES[one.kind] for one in (*layout.columns.values(), *log.others)}
         own, self._meaning = [log.user, log.time, *layout.columns], None
         self._session = None if settings is None else settings.session
         if self._session is not None:
@@ -112,32 +115,22 @@ class EventReader:
             self._meaning = Meaning(log)
             own += self._meaning.of_history
         for name in (*own, *([log.event_id] if log.event_id else [])):
-            self._kinds.setdefault(name, "category")
+            types.setdefault(name, VALUE)
+        number = Annotated[float, Meta(gt=-LATEST / SECONDS[log.unit])]
+        date = Annotated[str, Meta(pattern=_DATE, description="a date and time by ISO 8601")]
+        types |= {log.user: id_type(LONGEST_ID), log.item: id_type(LONGEST_TEXT), log.time: date | number}
         known = {one.name for one in (*layout.info.items, *layout.info.users)}
         #: Names of the columns that each row has; what the state has of items and users is not needed.
         self.required = [name for name in dict.fromkeys(own) if name not in known]
         #: Names of those that all rows of a body have or none.
-        self.optional = [name for name in self._kinds if name not in self.required]
+        self.optional = [name for name in types if name not in self.required]
+        rows = table_type("Row", types, self.optional, bounds=Meta(min_length=1, max_length=max_events))
+        self._body = BodyType(rows, {"": types}, "events", "events")
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a body of rows."""
-        values = {name: KINDS[kind] for name, kind in self._kinds.items()}
-        values |= {
-            self._log.user: id_schema("the id of the user"),
-            self._log.item: id_schema("the id of the item", LONGEST_TEXT),
-            self._log.time: _TIME | {"exclusiveMinimum": -LATEST / SECONDS[self._log.unit]},
-        }
-        row = {"type": "object", "properties": values, "required": self.required, "additionalProperties": False}
-        has = [{"required": [name]} for name in self.optional]
-        same = [{"anyOf": [{"items": one}, {"items": {"not": one}}]} for one in has]
-        bounds = {"minItems": 1, "maxItems": self.max_events}
-        columns = {name: {"type": "array", "items": one, **bounds} for name, one in values.items()}
-        rows = {"type": "array", "items": row, **bounds} | ({"allOf": same} if same else {})
-        return {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": "A body of POST /events",
-            "anyOf": [rows, row | {"properties": columns}],
-        }
+        about = f"Rows of the log; {', '.join(self.optional) or 'no column'} may be left out, by all rows of a body."
+        return self._body.json_schema("A body of POST /events", about)
 
     def read(self, body: bytes) -> LogRows:
         """Parses and encodes events.
@@ -145,9 +138,7 @@ class EventReader:
         Raises:
             BadRequestError: not JSON, or a fault, with its place.
         """
-        from jfi.serving.server.body import read_body  # by orjson, which `jfi state load` does not need
-
-        return read_body(body, self)
+        return self._read(self._body.read(body))
 
     def __call__(self, given: object) -> LogRows:
         """Encodes events.
@@ -158,9 +149,10 @@ class EventReader:
         Raises:
             BadRequestError: a fault, with its place.
         """
-        check_count("events", given, self.max_events)
-        rows = Rows("events", given, self._kinds)
-        rows.require(self.required)
+        return self._read(self._body.convert(given))
+
+    def _read(self, given: Any) -> LogRows:
+        rows = Rows("events", given)
         if not (count := len(rows)):
             raise BadRequestError("events must not be empty")
         log, columns, place = self._log, rows.columns, rows.place
@@ -180,15 +172,11 @@ class EventReader:
             else:
                 records[name] = values
         for column in log.others:
-            if column.name in columns:
+            if column.kind == "sid" and column.name in columns:
                 values_of(column, columns[column.name], place)
-        for row, item in enumerate(found[log.item]):
-            if item is None:
-                got = shown(columns[log.item][row])
-                raise BadRequestError(f"{place(row, log.item)} must be the id of an item, got {got}")
         event_ids = None
         if log.event_id in columns:
-            event_ids = texts(Field(log.event_id, "category"), columns[log.event_id], place)
+            event_ids = texts(columns[log.event_id])
         records[ID] = ids_of(found[log.item], records[TIME], event_ids)
         labels, in_history = np.ones(count, np.float32), np.ones(count, bool)
         if self._meaning is not None:
@@ -196,33 +184,31 @@ class EventReader:
         records[LABELED] = ~np.isnan(labels)
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
-            sessions = hashes(texts(Field(self._session, "category"), columns[self._session], place))
+            sessions = hashes(texts(columns[self._session]))
         return LogRows(users, records, found, lacking, labels, in_history, sessions, place)
 
     def _times(self, values: Values, place: Place) -> np.ndarray:
         """`[N]` float64 seconds."""
-        one, kinds = Field(self._log.time, "category"), set(map(type, values))
-        if kinds <= {int, float}:
+        name, kinds = self._log.time, set(map(type, values))
+        if len(kinds) > 1:
+            row = [type(value) is type(values[0]) for value in values].index(False)
+            kind = "date" if type(values[0]) is str else "number"
+            raise BadRequestError(f"{place(row, name)} must be a {kind} as that of row 0, got {shown(values[row])}")
+        if kinds == {float}:
             with np.errstate(over="ignore"):
                 found = np.array(values, np.float64) * SECONDS[self._log.unit]
-        elif kinds == {str} and all(re.match(_DATE, value) for value in values):
+        else:
             from jfi.state.meaning import times
 
-            found = times(one.name, values, self._log.unit)
-        else:
-            is_date = [type(value) is str and re.match(_DATE, value) is not None for value in values]
-            is_number = [type(value) in (int, float) for value in values]
-            row = (is_date if is_date[0] else is_number).index(False)
-            what = f"{_TIME['description']}, all of a body of one kind"
-            raise BadRequestError(f"{place(row, one.name)} must be {what}, got {shown(values[row])}")
+            found = times(name, values, self._log.unit)
         is_old = found <= -LATEST
         ahead = found > self._clock() + self._max_future
         if (ahead | is_old).any():
             row = int((ahead | is_old).argmax())
             if is_old[row]:
-                raise BadRequestError(f"{place(row, one.name)} must be a time, got {shown(values[row])}")
+                raise BadRequestError(f"{place(row, name)} must be a time, got {shown(values[row])}")
             limit = f"more than {self._max_future:g} s ahead of the server's clock"
-            raise BadRequestError(f"{place(row, one.name)} is {shown(values[row])}, {limit}")
+            raise BadRequestError(f"{place(row, name)} is {shown(values[row])}, {limit}")
         return found
 
 
@@ -232,15 +218,14 @@ def values_of(column: Column, given: Values, place: Place) -> Values | tuple[lis
     Raises:
         BadRequestError: a fault, with its place.
     """
-    one = Field(column.name, FIELDS[column.kind], layout=column.layout)
     if column.kind == "number":
-        return numbers(one, given, place)
+        return np.asarray(given, np.float64)
     if column.kind == "sid":
-        return sids(one, given, place)
+        return sids(column.name, column.layout, given, place)
     if column.kind == "texts":
-        flat, lengths, place = flat_values(one, given, place)
-        return list(texts(one, flat, place)), lengths
-    found = list(texts(one, given, place))
+        flat, lengths = flat_values(given)
+        return list(texts(flat)), lengths
+    found = list(texts(given))
     return hashes(found) if column.kind == "session" else found
 
 
@@ -259,5 +244,4 @@ def names_of(values: Sequence[object], place: Place, of: str = "a user") -> list
     Raises:
         BadRequestError: one is missing, of another type, or too long.
     """
-    found = texts(_ID, values, place)
-    return [read_id(values[row], text, place(row, _ID.name), of) for row, text in enumerate(found)]
+    return [read_id(values[row], text, place(row, ""), of) for row, text in enumerate(texts(values))]
