@@ -18,10 +18,9 @@ from jfi.data.io.blocks import DROP, read_table
 from jfi.data.io.table import SourceRows
 from jfi.data.prepared.summary import date_of
 from jfi.follow.parts import PartFolder
-from jfi.serving.schema import LONGEST_ID
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.validation import BadRequestError
+from jfi.serving.validation import LONGEST_ID, BadRequestError
 from jfi.state.events import EventReader, Given, LogRows
 from jfi.state.layout import TIME, Column
 from jfi.state.outbox import Cursor, info_of
