@@ -30,7 +30,6 @@ from jfi.serving.export import Export
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.body import parse
 from jfi.training.model.build_model import build_model
 
 
@@ -54,7 +53,7 @@ def only_what_stays(policy: Policy, scorer: Scorer, bodies: list[bytes], plain: 
     fields, found = scorer.reader.schema.policy, []
     choose = RequestPolicy(policy, fields)
     for body, own in zip(bodies, plain, strict=True):
-        rows, request = parse(body)["history"], parse(own)
+        rows, request = json.loads(body)["history"], json.loads(own)
         ages, dwell = (np.array([row[name] for row in rows], np.float64) for name in ("age", fields.dwell))
         texts = (name and [row[name] for row in rows] for name in (fields.surface, fields.session))
         request["history"] = [request["history"][i] for i in choose(ages, dwell, *texts)[0]]

@@ -35,7 +35,6 @@ from jfi.modules import KeyBias, SequenceFeatureConfig
 from jfi.serving.export import Export
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.scorer import Scorer, batch_inputs
-from jfi.serving.server.body import parse
 
 ROOT = Path(__file__).parents[1]
 BODIES = 8  # distinct requests, that go round
@@ -187,7 +186,7 @@ def in_process(scorer: Scorer, shape: Shape, bodies: list[bytes], seconds: float
 
     one_by_one = []
     for body in bodies[:2]:
-        whole = parse(by_rows(body))
+        whole = json.loads(by_rows(body))
         alone = [scorer.reader(whole | {"candidates": [candidate]}) for candidate in whole["candidates"][:8]]
         one_by_one.append([alone[i % 8] for i in range(shape.candidates)])
     measured = {

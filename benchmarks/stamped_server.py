@@ -18,9 +18,9 @@ from aiohttp import web
 from jfi import cli
 from jfi.serving.scorer import Scorer
 from jfi.serving.server import app as server
-from jfi.serving.server import body
 from jfi.serving.server.admission import Bodies
 from jfi.serving.server.batcher import Batcher
+from jfi.serving.validation import BodyType
 
 
 class Stamps:
@@ -88,7 +88,7 @@ def main() -> None:
     stamps, make_app = Stamps(), server.make_app
     Bodies.receive = stamps.after_awaited(Bodies.receive, "body")
     Batcher.score = stamps.after_awaited(Batcher.score, "from the thread")
-    body.parse = stamps.after(body.parse, "parsed")
+    BodyType.read = stamps.after(BodyType.read, "parsed")
 
     def make_stamped_app(scorer: Scorer, **options: object) -> web.Application:
         stamps.on(scorer)

@@ -18,14 +18,14 @@ from jfi.data.io.blocks import DROP, read_table
 from jfi.data.io.table import SourceRows
 from jfi.data.prepared.summary import date_of
 from jfi.follow.parts import PartFolder
-from jfi.serving.schema import LONGEST_ID
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.validation import BadRequestError
+from jfi.serving.validation import LONGEST_ID, BadRequestError
 from jfi.state.deletions import Deletion, info_of, keys_of_users, read_deletions, rows_that_count
 from jfi.state.events import EventReader, Given, LogRows
-from jfi.state.layout import TIME, Column
-from jfi.state.state import CURSOR, Added, UserState
+from jfi.state.layout import CURSOR, TIME, Column
+from jfi.state.outbox import Cursor
+from jfi.state.state import Added, UserState
 from jfi.state.stores import finding_damage
 
 #: Rows that are added together; so are rows of one time, and those of a transaction of the server that accepted them.
@@ -33,20 +33,6 @@ _AT_ONCE = 5000
 #: Seconds between two looks at the folder, and after a fault until the same part is read again.
 POLL_SECONDS, _PAUSE = 0.5, 60.0
 _log = logging.getLogger("jfi.serving")
-
-
-class Cursor(msgspec.Struct, frozen=True):
-    """What a state was fed last.
-
-    Args:
-        part: name of the part, "" before the first one.
-        rows: how many of its rows, in the order in which they are added; -1 for all.
-        deletions: how many lines of the folder's list of deleted users have been applied.
-    """
-
-    part: str
-    rows: int
-    deletions: int = 0
 
 
 class Feed:
@@ -63,8 +49,8 @@ class Feed:
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._parts, self._clock = PartFolder(folder, "--feed"), clock
         self._is_first = True
-        #: The part that cannot be added, as its file was, and until when it is not read again.
-        self._stopped: tuple[Path, tuple[int, int]] | None = None
+        #: Name, size and time of the part that cannot be added, and until when it is not read again as it is.
+        self._stopped: tuple[str, int, int] | None = None
         self._until = -np.inf
 
     async def run(self, live: Live, metrics: Metrics) -> None:
@@ -110,14 +96,18 @@ class Feed:
             self._forget(deletions, found, cursor, state)
             return True
         name = cursor.part if cursor.rows >= 0 else self._parts.next(cursor.part)
-        if name is None or self._is_stopped(self._parts.folder / name):
+        was, self._stopped = self._stopped, None
+        if name is None:
+            return False
+        status = (self._parts.folder / name).stat()
+        file = name, status.st_size, status.st_mtime_ns
+        if file == was and self._clock() < self._until:
+            self._stopped = was
             return False
         try:
             return self._add(name, found, cursor, state, events, told)
         except (DataError, BadRequestError) as fault:
-            status = (self._parts.folder / name).stat()
-            self._stopped = self._parts.folder / name, (status.st_size, status.st_mtime_ns)
-            self._until = self._clock() + _PAUSE
+            self._stopped, self._until = file, self._clock() + _PAUSE
             raise DataError(str(fault)) from fault
 
     def _forget(self, deletions: list[Deletion], found: bytes | None, cursor: Cursor, state: UserState) -> None:
@@ -126,14 +116,6 @@ class Feed:
         keys = keys_of_users(state.store.pages, new, state.counters)
         changes = dict.fromkeys(keys) | {CURSOR: msgspec.json.encode(Cursor(cursor.part, cursor.rows, len(deletions)))}
         state.store.update(lambda get: changes if get([CURSOR]) == [found] else {})
-
-    def _is_stopped(self, path: Path) -> bool:
-        """Returns whether a part is as it was when it could not be added."""
-        status = path.stat()
-        if self._stopped == (path, (status.st_size, status.st_mtime_ns)) and self._clock() < self._until:
-            return True
-        self._stopped = None
-        return False
 
     def _add(
         self,

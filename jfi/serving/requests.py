@@ -7,27 +7,30 @@ other fault is refused with its place: an unknown or missing field, a value of a
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from jfi.serving.history_policy import RequestPolicy
-from jfi.serving.schema import KINDS, LONGEST_ID, Field, Limits, Schema, request_schema
+from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.validation import (
+    LATEST,
+    LONGEST_ID,
+    TYPES,
+    VALUE,
     BadRequestError,
+    BodyType,
     Place,
     Rows,
     Values,
-    check_count,
-    check_names,
-    check_required,
+    fields_of,
     ids_of,
     lists,
-    numbers,
+    object_type,
     read_id,
-    read_time,
-    shown,
     sids,
+    table_type,
     take,
     texts,
 )
@@ -149,18 +152,38 @@ class RequestReader:
             for one in fields
             if one.kind in ("category", "categories") and one.encoding() is None
         }
-        codec = [] if schema.codec is None else [CODEC]
-        self._parts = [*self.fields, CONTEXT, TIME, *codec]
-        self._required = [USER, CANDIDATES] if state is not None else [*self.fields, *codec]
+        names = {"": [*self.fields, CONTEXT, TIME, *([CODEC] if schema.codec else [])], **self.fields}
+        self._body = BodyType(self._type(), names | {CONTEXT: self.fields[CANDIDATES]})
+
+    def _type(self) -> type[Struct]:
+        """The type of a request. It does not say which fields of candidates are needed: the context may have them."""
+        types = {part: {name: TYPES[kind] for name, kind in kinds.items()} for part, kinds in self.fields.items()}
+        has_state, most = self._state is not None, self.limits.max_history
+        needed = {*self._read_fields[USER]} - self._stored[USER] - ({self._ids[USER]} if has_state else set())
+        user: Any = object_type("User", types[USER], types[USER].keys() - needed)
+        of_ids, candidate = None if self._ids[CANDIDATES] is None else VALUE, types[CANDIDATES]
+        bounds = Meta(min_length=1, max_length=self.limits.max_candidates)
+        whole = {USER: user if self._ids[USER] is None else user | VALUE}
+        if HISTORY in types:
+            about = Meta(description=f"events, oldest first; of more than {most} the newest are read")
+            whole[HISTORY] = Annotated[table_type("Event", types[HISTORY]), about]
+        whole[CANDIDATES] = table_type("Candidate", candidate, candidate, of_ids, bounds)
+        about = Meta(description="fields that all candidates share, which they lack then")
+        whole[CONTEXT] = Annotated[object_type("Context", candidate, candidate), about]
+        if self.schema.codec is not None:
+            whole[CODEC] = Annotated[str, Meta(pattern=f"^{self.schema.codec}$")]
+        text = "at which the state is read; by default now" if has_state else "which this model does not read"
+        whole[TIME] = Annotated[float, Meta(gt=-LATEST, lt=LATEST, description=f"seconds since 1970, {text}")]
+        return object_type("Request", whole, [CONTEXT, TIME, *([HISTORY, CODEC] if has_state else [])])
 
     def json_schema(self) -> dict:
-        """Returns the JSON Schema of a request."""
-        fields = {part: {name: KINDS[kind] for name, kind in kinds.items()} for part, kinds in self.fields.items()}
-        read = {part: {*names} for part, names in self._read_fields.items()}
-        for part, name in self._ids.items():
-            read[part] |= {name} if self.schema.statistics is not None else set()
-        own = self.schema.codec, self.limits, self._answer, self._state is not None
-        return request_schema(fields, read, self._stored, *self._ids.values(), *own)
+        """Returns the JSON Schema of a request.
+
+        It does not say which fields of the candidates are needed, as the context or the state may have them, and that
+        semantic IDs are those of the codec.
+        """
+        answer = f'The answer is {{"scores": [...]}}: a {self._answer} for each candidate, in their order.'
+        return self._body.json_schema("A request of POST /score", answer)
 
     def unknown(self, request: Request) -> dict[str, tuple[int, int]]:
         """Returns by field with a vocabulary how many values are unknown or null, and how many there are."""
@@ -173,36 +196,30 @@ class RequestReader:
         Raises:
             BadRequestError: not JSON, or a fault, with its place.
         """
-        from jfi.serving.server.body import read_body  # by orjson, which an exporter does not need
-
-        return read_body(body, self)
+        return self._read(fields_of(self._body.read(body)))
 
     def __call__(self, request: object) -> Request:
         """Encodes a request.
 
         Args:
-            request: of `jfi.serving.server.body.parse`.
+            request: what its JSON stands for.
 
         Raises:
             BadRequestError: a fault, with its place.
         """
-        if not isinstance(request, dict):
-            raise BadRequestError(f"the request must be an object, got {shown(request)}")
-        check_count(CANDIDATES, request.get(CANDIDATES), self.limits.max_candidates)
-        check_names("the request", request, self._parts)
-        check_required("the request", request, self._required)
-        now = read_time(request[TIME], TIME) if TIME in request else time.time()
-        reads_events = HISTORY in self.fields and HISTORY not in request
+        return self._read(fields_of(self._body.convert(request)))
+
+    def _read(self, request: dict[str, Any]) -> Request:
+        now, reads_events = request.get(TIME, time.time()), HISTORY in self.fields and HISTORY not in request
         stored = Lookup(now, reads_events, reads_statistics=self.schema.statistics is not None)
         user = self._read_user(request[USER], stored)
         candidates, place = self._candidates_of(request)
         candidate = self._read_candidates(candidates, place, stored)
         kinds = self.fields.get(HISTORY, {})
-        history = Rows(HISTORY, request.get(HISTORY, []), kinds, self.limits.max_history)
-        if not reads_events:
-            history.require(kinds)
+        history = Rows(HISTORY, request.get(HISTORY, []), self.limits.max_history)
         given = [self.fields[CANDIDATES][name] for name in candidates] + [kinds[name] for name in history.columns]
-        self._check_codec(request, has_sids="sid" in given)
+        if "sid" in given and self.schema.codec is not None and CODEC not in request:
+            raise BadRequestError(f"the request lacks the field '{CODEC}'")
         event, num_events, weights = (Encoded(), 0, None) if reads_events else self._encode_history(history)
         count = len(next(iter(candidates.values()))) if candidates else len(request[CANDIDATES])
         # As in training, a model without dense features reads a column of zeros.
@@ -215,31 +232,27 @@ class RequestReader:
     def _read_user(self, given: object, stored: Lookup) -> Encoded:
         """Encodes what a request has of the user; `stored` gets what it lacks."""
         name, place = self._ids[USER], _place_of_user
-        if not isinstance(given, dict):
-            if name is None:
-                raise BadRequestError(f"user must be an object, got {shown(given)}")
+        if isinstance(given, Struct):
+            given = fields_of(given)
+        else:
             given, place = {name: given}, lambda *_: USER
-        check_names(USER, given, self.fields[USER])
         stored.user_columns = self._lacking(USER, USER, given)
         if stored and name not in given:
             raise BadRequestError(f"user lacks the field '{name}', by which the server knows the user")
         columns = {field: [value] for field, value in given.items()}
         if name in given and (stored or name not in self._read_fields[USER]):
-            (stored.user,) = texts(Field(name, "category"), columns[name], place)
+            (stored.user,) = texts(columns[name])
             if stored.reads_events or stored.user_columns:
                 read_id(given[name], stored.user, place(0, name))
         return self._encode([one for one in self.schema.user if one.name in given], columns, place)
 
     def _candidates_of(self, request: dict) -> tuple[dict[str, Sequence[object]], Place]:
         """Returns by name the values of the candidates and of the context, and their places."""
-        rows, context = Rows(CANDIDATES, request[CANDIDATES], self.fields[CANDIDATES], of_ids=self._ids[CANDIDATES]), {}
+        rows, context = Rows(CANDIDATES, request[CANDIDATES], of_ids=self._ids[CANDIDATES]), {}
         if not len(rows):
             raise BadRequestError("candidates must not be empty")
         if CONTEXT in request:
-            context = request[CONTEXT]
-            if not isinstance(context, dict):
-                raise BadRequestError(f"{CONTEXT} must be an object, got {shown(context)}")
-            check_names(CONTEXT, context, self.fields[CANDIDATES])
+            context = fields_of(request[CONTEXT])
             if both := [name for name in context if name in rows.columns]:
                 raise BadRequestError(f"{CONTEXT} has the field '{both[0]}', and the candidates have it too")
 
@@ -256,7 +269,7 @@ class RequestReader:
         if looks_up and name not in columns:
             raise BadRequestError(f"{place(0, '')} lacks the field '{name}', by which the server knows the item")
         if name in columns and (looks_up or name not in self._read_fields[CANDIDATES]):
-            stored.items = texts(Field(name, "category"), columns[name], place)
+            stored.items = texts(columns[name])
             if stored.item_columns and (None in stored.items or max(map(len, stored.items)) > LONGEST_ID // 4):
                 for row, text in enumerate(stored.items):
                     read_id(columns[name][row], text, place(row, name), "an item")
@@ -276,16 +289,6 @@ class RequestReader:
             advice = "; send it, or serve with a state that has it" if others[0] in known else ""
             raise BadRequestError(f"{place} lacks the field '{others[0]}'{advice}")
         return lacking
-
-    def _check_codec(self, request: dict, has_sids: bool) -> None:
-        """Checks that a request names the codec of the semantic IDs that it has."""
-        if CODEC in request and request[CODEC] != self.schema.codec:
-            got = shown(request[CODEC])
-            raise BadRequestError(
-                f"{CODEC} must be '{self.schema.codec}', whose semantic IDs the model reads, got {got}"
-            )
-        if has_sids and self.schema.codec is not None:
-            check_required("the request", request, [CODEC])
 
     def _add(self, request: Request, user: Encoded, candidate: Encoded) -> None:
         """Adds fields of the user and of the candidates to a request."""
@@ -327,7 +330,7 @@ class RequestReader:
             return Encoded(ids, ages=none), 0, None
         columns, place, weights, kept = history.columns, history.place, None, len(history)
         if self._policy is not None:
-            rows, weights = self._choose(columns, place)
+            rows, weights = self._choose(columns)
             stay, kept = rows.tolist(), len(rows)
             if kept < len(history):
                 columns = {name: take(values, rows, stay) for name, values in columns.items()}
@@ -337,16 +340,12 @@ class RequestReader:
 
         return self._encode(self.schema.event, columns, place), kept, weights
 
-    def _choose(self, columns: dict[str, Values], place: Place) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns what the policy gives; of `columns` those that it reads are checked then."""
+    def _choose(self, columns: dict[str, Values]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns what the policy gives; of `columns` those that it reads are texts or numbers then."""
         found: dict[str, Values | None] = dict.fromkeys(("age", "dwell", "surface", "session"))
         for role, one in self._of_policy.items():
             values = columns[one.name]
-            if one.kind == "category":
-                columns[one.name] = texts(one, values, place, only_equality=role == "session")
-            else:
-                columns[one.name] = numbers(one, values, place)
-            found[role] = columns[one.name]
+            found[role] = columns[one.name] = texts(values) if one.kind == "category" else _numbers(values)
         return self._policy(*found.values())
 
     def _encode(self, fields: list[Field], columns: Mapping[str, Values], place: Place) -> Encoded:
@@ -354,21 +353,21 @@ class RequestReader:
         encoded = Encoded()
         for one in fields:
             if one.kind == "cross":
-                parts = [texts(replace(one, name=name), columns[name], place) for name in one.columns]
-                encoded.ids[one.keys[0]] = self.known[one.name].ids(cross(*parts))
+                crossed = cross(*(texts(columns[name]) for name in one.columns))
+                encoded.ids[one.keys[0]] = self.known[one.name].ids(crossed)
                 continue
             values = columns[one.name]
             if one.kind == "category":
-                encoded.ids[one.keys[0]] = ids_of(one, self.known[one.name], values, place)
+                encoded.ids[one.keys[0]] = ids_of(one, self.known[one.name], values)
             elif one.kind == "sid":
-                encoded.ids[one.keys[0]] = sids(one, values, place)
+                encoded.ids[one.keys[0]] = sids(one.name, one.layout, values, place)
             elif one.kind == "categories":
-                encoded.ids[one.keys[0]], encoded.counts[one.keys[0]] = lists(one, self.known[one.name], values, place)
+                encoded.ids[one.keys[0]], encoded.counts[one.keys[0]] = lists(one, self.known[one.name], values)
             elif one.kind == "slots":
-                of_slots = _first_values(*lists(one, self.known[one.name], values, place), len(one.keys))
+                of_slots = _first_values(*lists(one, self.known[one.name], values), len(one.keys))
                 encoded.ids |= {key: of_slots[:, slot] for slot, key in enumerate(one.keys)}
             else:
-                _add_numbers(encoded, one, values, place)
+                _add_numbers(encoded, one, _numbers(values))
         return encoded
 
 
@@ -384,11 +383,15 @@ def _place_of_user(_: int, field: str) -> str:
     return f"user.{field}" if field else "user"
 
 
-def _add_numbers(encoded: Encoded, one: Field, values: Values, place: Place) -> None:
-    found = numbers(one, values, place)
+def _numbers(values: Values) -> np.ndarray:
+    """`[N]` float64, NaN where missing."""
+    return np.asarray(values, np.float64)
+
+
+def _add_numbers(encoded: Encoded, one: Field, values: np.ndarray) -> None:
     if one.kind == "age":
-        encoded.ages = age_buckets(found, one.num_buckets)
+        encoded.ages = age_buckets(values, one.num_buckets)
     elif one.kind == "quantile":
-        encoded.ids[one.keys[0]] = quantile_ids(found, np.array(one.edges), one.default)
+        encoded.ids[one.keys[0]] = quantile_ids(values, np.array(one.edges), one.default)
     else:
-        encoded.numbers[one.name] = standardize(found, one.mean, one.deviation, one.default, one.bounds)
+        encoded.numbers[one.name] = standardize(values, one.mean, one.deviation, one.default, one.bounds)

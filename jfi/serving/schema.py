@@ -1,41 +1,15 @@
-"""The fields of a request, as `artifact.json` holds them, and their JSON Schema (draft 2020-12) for clients."""
+"""The fields of a request, as `artifact.json` holds them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from jfi.events.groups import StatisticsSettings
-from jfi.utils.encoding import LARGEST_NUMBER, HashBuckets, HashedIds
+from jfi.utils.encoding import HashBuckets, HashedIds
 
 Positive = Annotated[int, Meta(ge=1)]
-#: Most values of a list in a request. Training keeps all values of a user or a target.
-MAX_VALUES = 1000
-#: The year 5138 in seconds: times in milliseconds are above.
-LATEST = 1e11
-#: Bytes of the longest id of a user; LMDB's keys have 511 bytes at most.
-LONGEST_ID = 480
-#: Bytes of the longest text of a value.
-LONGEST_TEXT = 1024
-_VALUE = {"type": ["string", "number", "boolean", "null"], "maxLength": LONGEST_TEXT}
-_LIST = {"type": ["array", "null"], "items": _VALUE, "maxItems": MAX_VALUES}
-_TEXT_OF_LIST = f"a list of strings, numbers or booleans, at most {MAX_VALUES}, or null"
-_FLOAT32 = {"minimum": -LARGEST_NUMBER, "maximum": LARGEST_NUMBER}
-#: By kind of field, the JSON Schema of its values in a request.
-KINDS: dict[str, dict] = {
-    "category": {"description": "a string, a number or a boolean, or null", **_VALUE},
-    "categories": {"description": _TEXT_OF_LIST, **_LIST},
-    "slots": {"description": _TEXT_OF_LIST, **_LIST},
-    "number": {"description": "a finite number of float32's range, or null", "type": ["number", "null"], **_FLOAT32},
-    "quantile": {"description": "a finite number, or null", "type": ["number", "null"]},
-    "age": {"description": "a number of seconds, at least 0", "type": "number", "minimum": 0},
-    "sid": {
-        "description": "a semantic ID: an integer or its text, or null",
-        "type": ["integer", "string", "null"],
-        "pattern": "^(-?[0-9]{1,19})?$",
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -193,120 +167,10 @@ class Inputs:
         return [*self.history, *self.users, *self.candidates]
 
 
-def request_schema(
-    parts: Mapping[str, Mapping[str, dict]],
-    read: Mapping[str, Collection[str]],
-    stored: Mapping[str, Collection[str]],
-    user_id: str | None,
-    item_id: str | None,
-    codec: str | None,
-    limits: Limits,
-    answer: str,
-    has_state: bool,
-) -> dict:
-    """Returns the JSON Schema of a request.
-
-    It does not say what no JSON Schema can: that the lists of a table by columns have one length, that no key is there
-    twice, and that semantic IDs are those of the codec; nor that candidates need an id if the state is read by it.
-
-    Args:
-        parts: by part of a request the JSON Schemas of its fields by name.
-        read: by part the names of the fields that the model or its statistics read.
-        stored: by part the names of those that the state has.
-        user_id, item_id: the fields of the ids.
-        codec: fingerprint of the codec of semantic IDs, None without such IDs.
-        limits: of a request.
-        answer: what a score is.
-        has_state: whether a state has what a request may leave out.
-    """
-    fields, optional, choices = parts["candidates"], ["context", "time"], []
-    needed = {*read["candidates"]} - {*stored["candidates"]}
-    of_user = parts["user"], {*read["user"]}, {*stored["user"]}, user_id
-    properties = {"user": {"anyOf": _users(*of_user)}}
-    if "history" in parts:
-        kept = f"events, oldest first; of more than {limits.max_history} the newest are read"
-        properties["history"] = {"description": kept} | _table(parts["history"], {})
-    if "history" in parts and has_state:
-        of_state = {"properties": {"user": {"anyOf": _users(*of_user, reads_events=True)}}}
-        choices.append({"if": {"not": {"required": ["history"]}}, "then": of_state})
-    bounds = {"minItems": 1, "maxItems": limits.max_candidates}
-    properties["candidates"] = _table(fields, bounds, [*fields], fields.get(item_id))
-    shared = "fields that all candidates share, which they lack then"
-    properties["context"] = {"description": shared} | _object(fields, [*fields])
-    choices += [_in_one(name, name in needed, name == item_id) for name in fields]
-    if codec is not None:
-        properties["codec"] = {"const": codec}
-    if has_state:
-        optional += ["history", "codec"]
-    text = "at which the state is read; by default now" if has_state else "which this model does not read"
-    properties["time"] = time_schema(f"seconds since 1970, {text}")
-    return (
-        {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": "A request of POST /score",
-            "description": f'The answer is {{"scores": [...]}}: a {answer} for each candidate, in their order.',
-        }
-        | _object(properties, optional)
-        | ({"allOf": choices} if choices else {})
-    )
-
-
 def empty_request(fields: Mapping[str, Mapping[str, str]], codec: str | None = None) -> dict:
-    """Returns a request of one event and one candidate without values; the arguments are as of `request_schema`."""
+    """Returns a request of one event and one candidate without values; `fields` are kinds by part and name."""
     found: dict[str, Any] = {} if codec is None else {"codec": codec}
     for part, kinds in fields.items():
         row = {name: 0 if kind == "age" else None for name, kind in kinds.items()}
         found[part] = row if part == "user" else [row]
     return found
-
-
-def time_schema(description: str) -> dict:
-    """Returns the JSON Schema of a time."""
-    return {"description": description, "type": "number", "exclusiveMinimum": -LATEST, "exclusiveMaximum": LATEST}
-
-
-def id_schema(description: str, longest: int = LONGEST_ID) -> dict:
-    """Returns the JSON Schema of an id of at most so many bytes."""
-    types = {"type": ["string", "number", "boolean"], "minLength": 1, "maxLength": longest}
-    return {"description": f"{description}, at most {longest} bytes"} | types
-
-
-def _users(
-    fields: Mapping[str, dict], read: set[str], stored: set[str], name: str | None, reads_events: bool = False
-) -> list[dict]:
-    """The forms of a user: with all that the model reads, or with the id, by which the state is read, or it alone."""
-    forms = [] if reads_events else [_object(fields, {*fields} - read)]
-    if reads_events or read & stored:
-        own = id_schema("the id of the user, by which the state is read")
-        forms.append(_object(fields | {name: own}, {*fields} - (read - stored) - {name}))
-        forms += [own] if read - stored <= {name} else []
-    elif name is not None and read <= {name}:
-        forms.append(fields[name])
-    return forms
-
-
-def _in_one(name: str, is_needed: bool, is_id: bool) -> dict:
-    """A field that the context has or all candidates have, by rows or by columns; a list of ids has the id alone."""
-    lacks, has = {"properties": {name: False}}, {"required": [name]} if is_needed else {}
-    of_rows = lacks | ({"type": "object"} if is_id else {}), has | ({"type": "object"} if has and not is_id else {})
-    then, other = (
-        {"properties": {"candidates": own | {"items": rows}}} for own, rows in zip((lacks, has), of_rows, strict=True)
-    )
-    of_context = {"required": ["context"], "properties": {"context": {"type": "object", "required": [name]}}}
-    return {"if": of_context, "then": then, "else": other}
-
-
-def _object(properties: Mapping[str, Any], optional: Collection[str] = ()) -> dict:
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _table(
-    fields: Mapping[str, dict], bounds: dict[str, int], optional: Collection[str] = (), ids: dict | None = None
-) -> dict:
-    """Rows by rows or by columns, or a list of ids."""
-    columns = {name: {"type": "array", "items": one, **bounds} for name, one in fields.items()}
-    forms = [{"type": "array", "items": _object(fields, optional), **bounds}, _object(columns, optional)]
-    if bounds:
-        forms[1] |= {"minProperties": 1}
-    return {"anyOf": [*forms, *([] if ids is None else [{"type": "array", "items": ids, **bounds}])]}

@@ -1,80 +1,250 @@
-"""Checks the values of a request, column by column; a fault is refused with its place."""
+"""Types of the JSON that a server reads, made of the fields of a schema, and the arrays of a column's values.
 
+msgspec decodes a body as its type, which also gives the JSON Schema; a fault is refused with its place.
+"""
+
+import json
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import astuple
 
 from jfi.semantic_ids.packing import UNKNOWN_SID, Layout
-from jfi.serving.schema import KINDS, LATEST, LONGEST_ID, LONGEST_TEXT, MAX_VALUES, Field
+from jfi.serving.schema import Field
 from jfi.serving.vocabulary_tables import KnownValues
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, are_canonical, text_of
 from jfi.utils.errors import suggest
 
-#: Values of a field, row by row: as JSON has them, or an array of those that `numbers` has checked.
+#: Values of a field, row by row: as JSON has them, or an array of those that `numbers` has read.
 Values = Sequence[object] | np.ndarray
 #: From the index of a row and the name of a field, or "" for the row, to the place in the request, for messages.
 Place = Callable[[int, str], str]
-_INTEGER = re.compile(r"-?[0-9]{1,19}")
-#: Types of a value that has a text.
-_TEXTS = {str, int, float, bool, type(None)}
+
+#: Most values of a list in a request. Training keeps all values of a user or a target.
+MAX_VALUES = 1000
+#: The year 5138 in seconds: times in milliseconds are above.
+LATEST = 1e11
+#: Bytes of the longest id of a user; LMDB's keys have 511 bytes at most.
+LONGEST_ID = 480
+#: Characters of the longest text of a value.
+LONGEST_TEXT = 1024
+#: Most lists and objects of a body, which take up to 0.2 us each to parse: no other request is answered meanwhile.
+MAX_PARTS = 2**16
+#: Bytes of the largest body in which the key is looked for that an object has twice.
+_SEARCHED = 2**16
+
+VALUE = Annotated[str, Meta(max_length=LONGEST_TEXT)] | int | float | bool | None
+_VALUES = Annotated[list[VALUE], Meta(max_length=MAX_VALUES)] | None
+#: By kind of field, the type of its values in a request. A semantic ID may be text, since JavaScript rounds integers
+#: over 2^53, and 5.0 is an integer of JSON Schema.
+TYPES: dict[str, Any] = {
+    "category": VALUE,
+    "categories": _VALUES,
+    "slots": _VALUES,
+    "number": Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None,  # another one is none of float32
+    "quantile": float | None,
+    "age": Annotated[float, Meta(ge=0, description="seconds")],
+    "sid": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    | Annotated[float, Meta(ge=-(2.0**53), le=2.0**53, multiple_of=1)]
+    | Annotated[str, Meta(pattern="^(-?[0-9]{1,19})?$")]
+    | None,
+}
 
 
 class BadRequestError(ValueError):
     """A fault in a request, as one line that names the field."""
 
 
+def id_type(longest: int) -> Any:
+    """Returns the type of ids, of texts of at most so many characters."""
+    return Annotated[str, Meta(min_length=1, max_length=longest)] | int | float | bool
+
+
+def object_type(name: str, fields: Mapping[str, Any], optional: Collection[str] = ()) -> type[Struct]:
+    """Returns the type of an object that has these fields, of types by name, and no others."""
+    own = [
+        (f"f{i}", one | UnsetType, UNSET) if field in optional else (f"f{i}", one)
+        for i, (field, one) in enumerate(fields.items())
+    ]
+    names = {one[0]: field for one, field in zip(own, fields, strict=True)}
+    return msgspec.defstruct(name, own, rename=names, forbid_unknown_fields=True, kw_only=True, gc=False)
+
+
+def table_type(
+    name: str,
+    fields: Mapping[str, Any],
+    optional: Collection[str] = (),
+    of_ids: Any = None,
+    bounds: Meta = Meta(min_length=0),  # noqa: B008
+) -> Any:
+    """Returns the type of a list of objects, or of values of type `of_ids`, or of an object of lists.
+
+    Args:
+        name: of an object.
+        fields: types by name.
+        optional: names of the fields that all rows have or none.
+        of_ids: None for objects alone.
+        bounds: of the number of rows.
+    """
+    row = object_type(name, fields, optional)
+    columns = {field: Annotated[list[one], bounds] for field, one in fields.items()}
+    rows = list[row] if of_ids is None else list[row | of_ids]
+    return Annotated[rows, bounds] | object_type(f"Columns of {name}", columns, optional)
+
+
+def fields_of(given: Struct) -> dict[str, Any]:
+    """Returns by name the fields that an object has."""
+    own = zip(given.__struct_encode_fields__, astuple(given), strict=True)
+    return {name: value for name, value in own if value is not UNSET}
+
+
+class BodyType:
+    """Bodies of a type.
+
+    Args:
+        kind: the type.
+        names: by part of a body the names of its fields, which messages say; "" for the body itself.
+        name: of the body, before the names of its parts in messages.
+        whole: of the body alone.
+    """
+
+    def __init__(
+        self, kind: Any, names: Mapping[str, Collection[str]], name: str = "", whole: str = "the request"
+    ) -> None:
+        self._kind, self._names, self._name, self._whole = kind, names, name, whole
+        self._decoder = msgspec.json.Decoder(kind)
+
+    def read(self, body: bytes) -> Any:
+        """Parses a body.
+
+        Raises:
+            BadRequestError: a fault, with its place, or not JSON, as NaN, infinities, numbers beyond float64 and halves
+                of surrogate pairs are not, or more than `MAX_PARTS` lists and objects, counted by their brackets.
+        """
+        if (parts := body.count(b"[") + body.count(b"{")) > MAX_PARTS:
+            raise BadRequestError(f"the request must have at most {MAX_PARTS} lists and objects, got {parts}")
+        try:
+            given = self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise self._fault(error) from None
+        except msgspec.DecodeError as error:
+            raise BadRequestError(f"the request is not JSON: {error}") from None
+        _check_keys(body, given)
+        return given
+
+    def convert(self, given: object) -> Any:
+        """Reads what the JSON of a body stands for.
+
+        Raises:
+            BadRequestError: a fault, with its place.
+        """
+        try:
+            return msgspec.convert(given, self._kind)
+        except msgspec.ValidationError as error:
+            raise self._fault(error) from None
+
+    def json_schema(self, title: str, description: str) -> dict:
+        """Returns the JSON Schema, which does not say that lists of columns have one length."""
+        about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, "description": description}
+        return about | msgspec.json.schema(self._kind)
+
+    def _fault(self, error: msgspec.ValidationError) -> BadRequestError:
+        what, _, path = str(error).removesuffix("`").partition(" - at `$")
+        place = (self._name + path).removeprefix(".") or self._whole
+        if found := re.fullmatch("Object (missing required|contains unknown) field `(.*)`?", what, re.DOTALL):
+            name = found[2].removesuffix("`")
+            if found[1] == "missing required":
+                return BadRequestError(f"{place} lacks the field '{name}'")
+            (part,) = re.match(r"\.?(\w*)", path).groups()
+            known = suggest(name, sorted(self._names.get(part, self._names[""])))
+            return BadRequestError(f"{place} has an unknown field {shown(name)}; {known}")
+        what = what.replace("`", "").replace("Expected", "must be", 1)
+        return BadRequestError(f"{place} {what}" if what.startswith("must be") else f"{place}: {what}")
+
+
+def _check_keys(body: bytes, given: object) -> None:
+    """Checks that no object of a body has a key twice; of its values msgspec keeps the last one.
+
+    With such a key the body has more colons than the JSON of what was read. It is not found in a body that writes as
+    many colons of its texts as escapes.
+    """
+    colons = body.count(b":")
+    if colons > _count_keys(given) and colons > msgspec.json.encode(given).count(b":"):
+        if len(body) <= _SEARCHED:
+            json.loads(body, object_pairs_hook=_check_pairs)  # says which
+        raise BadRequestError("the request has an object with a field twice")
+
+
+def _count_keys(given: object) -> int:
+    """Returns the number of keys but for those of rows."""
+    own = fields_of(given) if isinstance(given, Struct) else {}
+    return len(own) + sum(map(_count_keys, own.values()))
+
+
+def _check_pairs(pairs: list[tuple[str, object]]) -> None:
+    seen = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise BadRequestError(f"the request has an object with the field {shown(key)} twice")
+        seen.add(key)
+
+
 class Rows:
-    """The candidates or the events: a list of objects or of ids, or an object of lists, one for each field.
+    """The columns of a table: of the candidates or of the events.
 
     Args:
         name: of the part of the request.
-        given: what the request has there.
-        known: names of the fields that a row may have; all rows have the same ones.
+        given: what the request has there, of a `table_type`.
         most: of more rows the last ones are kept.
         of_ids: the field whose values a list may have in place of objects, or None.
 
     Raises:
-        BadRequestError: none of these, an unknown field, or lists that differ in length.
+        BadRequestError: rows of which some lack a field, or lists that differ in length.
     """
 
-    def __init__(
-        self, name: str, given: object, known: Collection[str], most: int | None = None, of_ids: str | None = None
-    ) -> None:
-        self.name, self._is_by_columns, self._of_ids = name, isinstance(given, dict), False
-        if isinstance(given, list):
-            self._first = max(0, len(given) - (len(given) if most is None else most))
-            kept = given[self._first :] if self._first else given
-            self._of_ids = of_ids is not None and bool(kept) and not isinstance(kept[0], dict)
-            #: By name the values of each field.
-            self.columns = {of_ids: kept} if self._of_ids else columns_of(kept, known, self.place)
-            self._count = len(kept)
-            return
-        if not isinstance(given, dict):
-            raise BadRequestError(f"{name} must be a list of objects or an object of lists, got {shown(given)}")
-        check_names(name, given, known)
-        for field, values in given.items():
-            if type(values) is not list:
-                raise BadRequestError(f"{name}.{field} must be a list with a value for each row, got {shown(values)}")
-        lengths = {field: len(values) for field, values in given.items()}
-        count = max(lengths.values(), default=0)
-        if len(set(lengths.values())) > 1:
+    def __init__(self, name: str, given: list | Struct, most: int | None = None, of_ids: str | None = None) -> None:
+        self.name, self._is_by_columns, self._of_ids, self._first = name, isinstance(given, Struct), False, 0
+        #: By name the values of each field.
+        self.columns: dict[str, Sequence[object]] = {}
+        if self._is_by_columns:
+            self.columns = fields_of(given)
+        elif given:
+            is_object = [isinstance(row, Struct) for row in given]
+            if not all(is_object) and any(is_object):
+                what = "an id, and {}[0] is not" if is_object[0] else "an object, and {}[0] is not"
+                raise BadRequestError(f"{name}[{is_object.index(not is_object[0])}] is {what.format(name)}")
+            self._of_ids = not is_object[0]
+            self.columns = {of_ids: given} if self._of_ids else self._columns_of(given)
+        lengths = {field: len(values) for field, values in self.columns.items()}
+        if len({*lengths.values()}) > 1:
             lengths = ", ".join(f"{length} of {field}" for field, length in lengths.items())
             raise BadRequestError(f"{name} must have as many values of each field, got {lengths}")
-        self._first = 0 if most is None else max(0, count - most)
-        self._count = count - self._first
-        self.columns = {field: values[self._first :] if self._first else values for field, values in given.items()}
+        count = max(lengths.values(), default=0) if self._is_by_columns else len(given)
+        if most is not None and count > most:
+            self._first, count = count - most, most
+            self.columns = {field: values[self._first :] for field, values in self.columns.items()}
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
 
-    def require(self, names: Iterable[str]) -> None:
-        """Refuses rows, if there are any, that lack one of these fields."""
-        if self._is_by_columns or len(self):
-            check_required(self.place(0, ""), self.columns, names)
+    def _columns_of(self, rows: list[Struct]) -> dict[str, Sequence[object]]:
+        columns = {}
+        for field, attribute in zip(rows[0].__struct_encode_fields__, rows[0].__struct_fields__, strict=True):
+            values = list(map(attrgetter(attribute), rows))
+            lacking = values.count(UNSET) if rows[0].__struct_defaults__ else 0
+            if 0 < lacking < len(values):
+                raise BadRequestError(f"{self.place(values.index(UNSET), '')} lacks the field '{field}'")
+            if not lacking:
+                columns[field] = values
+        return columns
 
     def place(self, row: int, field: str) -> str:
         """Returns how messages name a value, as of `Place`."""
@@ -84,49 +254,6 @@ class Rows:
         return f"{self.name}[{row}].{field}" if field and not self._of_ids else f"{self.name}[{row}]"
 
 
-def check_count(name: str, given: object, most: int) -> None:
-    """Checks how many rows a part of a request has, before anything is made of them."""
-    lists = list(given.values()) if isinstance(given, dict) else [given]
-    count = max((len(one) for one in lists if isinstance(one, list)), default=0)
-    if count > most:
-        raise BadRequestError(f"{name} must be at most {most}, got {count}")
-
-
-def columns_of(rows: list, known: Collection[str], place: Place) -> dict[str, Sequence[object]]:
-    """The values of each field; every row must be an object with the fields of the others, all of them known."""
-    names = rows[0] if rows and isinstance(rows[0], dict) else {}
-    try:
-        if set(map(len, rows)) <= {len(names)} and names.keys() <= {*known} and (names or all(map(_is_object, rows))):
-            return {name: [row[name] for row in rows] for name in names}
-    except (TypeError, KeyError):
-        pass
-    for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise BadRequestError(f"{place(i, '')} must be an object, got {shown(row)}")
-        check_names(place(i, ""), row, known)
-    names = set().union(*rows)
-    for i, row in enumerate(rows):
-        check_required(place(i, ""), row, names)
-    raise AssertionError("rows with the same known fields have columns")
-
-
-def _is_object(row: object) -> bool:
-    return isinstance(row, dict)
-
-
-def check_names(place: str, given: dict, known: Collection[str]) -> None:
-    """Checks that an object has no other fields than these."""
-    for name in given:
-        if name not in known:
-            raise BadRequestError(f"{place} has an unknown field {shown(name)}; {suggest(name, sorted(known))}")
-
-
-def check_required(place: str, given: Collection[str], names: Iterable[str]) -> None:
-    """Checks that an object has these fields."""
-    if lacking := sorted(name for name in names if name not in given):
-        raise BadRequestError(f"{place} lacks the field '{lacking[0]}'")
-
-
 def take(values: Values, rows: np.ndarray, indices: list[int]) -> Values:
     """The values of some rows, at least one, which are given as an array and as a list."""
     if isinstance(values, np.ndarray):
@@ -134,109 +261,53 @@ def take(values: Values, rows: np.ndarray, indices: list[int]) -> Values:
     return itemgetter(*indices)(values) if len(indices) > 1 else [values[indices[0]]]
 
 
-def texts(
-    one: Field, values: Sequence[object], place: Place, only_equality: bool = False
-) -> Sequence[str | int | None]:
-    """The values of a category as texts; where only their equality is asked for, integers may stay."""
+def texts(values: Sequence[object]) -> Sequence[str | None]:
+    """The values of a category as texts."""
     kinds = set(map(type, values))
-    if not kinds <= _TEXTS:
-        refuse(one, values, place, [type(value) in _TEXTS for value in values])
-    if only_equality and kinds <= {int, type(None)}:
-        return values
+    if kinds == {int}:
+        return msgspec.json.encode(values)[1:-1].decode().split(",")  # faster than str
     if kinds == {str} and are_canonical(values):
-        found = distinct = values
-    elif kinds <= {str, type(None)}:  # many are equal
+        return values
+    if kinds <= {str, type(None)}:  # many are equal
         by_value = {value: text_of(value) for value in set(values)}
-        found, distinct = list(map(by_value.__getitem__, values)), by_value.values()
-    else:
-        found = distinct = list(map(text_of, values))
-    if str in kinds and max(map(len, filter(None, distinct)), default=0) > LONGEST_TEXT // 4:
-        for row, text in enumerate(found):
-            if text is not None and (size := len(text.encode())) > LONGEST_TEXT:
-                at = place(row, one.name)
-                raise BadRequestError(f"{at} must have texts of at most {LONGEST_TEXT} bytes, got one of {size}")
-    return found
+        return list(map(by_value.__getitem__, values))
+    return list(map(text_of, values))
 
 
-def ids_of(
-    one: Field, known: KnownValues | HashBuckets | HashedIds, values: Sequence[object], place: Place
-) -> np.ndarray:
+def ids_of(one: Field, known: KnownValues | HashBuckets | HashedIds, values: Sequence[object]) -> np.ndarray:
     """`[N]` int64 ids of a category's values."""
     if one.default is not None or not isinstance(known, KnownValues):
-        return known.ids([one.default if text is None else text for text in texts(one, values, place)])
-    if not values or type(values[0]) is not str:
-        if set(map(type, values)) == {int}:
-            return known.ids_of_integers(values)
-        return known.ids(texts(one, values, place))
-    try:  # most texts are those of the vocabulary, as they are
-        ids = known.ids(values)
-    except TypeError:  # not all are texts
-        return known.ids(texts(one, values, place))
+        return known.ids([one.default if text is None else text for text in texts(values)])
+    if values and type(values[0]) is int:
+        values = texts(values)
+    ids = known.ids(values)  # most texts are those of the vocabulary, as they are
     (unknown,) = (ids == UNKNOWN).nonzero()
     if len(unknown):
-        rows = unknown.tolist()
-        found = texts(one, take(values, unknown, rows), lambda i, field: place(rows[i], field))
-        ids[unknown] = known.ids(found)
+        ids[unknown] = known.ids(texts(take(values, unknown, unknown.tolist())))
     return ids
 
 
 def lists(
-    one: Field, known: KnownValues | HashBuckets | HashedIds, values: Sequence[object], place: Place
+    one: Field, known: KnownValues | HashBuckets | HashedIds, values: Sequence[list | None]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids of all values of a field that has lists, and `[N]` int64 numbers of them, as of `flat_values`."""
-    flat, lengths, place = flat_values(one, values, place)
-    return ids_of(one, known, flat, place), lengths
+    flat, lengths = flat_values(values)
+    return ids_of(one, known, flat), lengths
 
 
-def flat_values(one: Field, values: Sequence[object], place: Place) -> tuple[Sequence[object], np.ndarray, Place]:
-    """All values of a field that has lists, one list after the other, `[N]` int64 numbers of them, and their places.
+def flat_values(values: Sequence[list | None]) -> tuple[Sequence[object], np.ndarray]:
+    """All values of a field that has lists, one list after the other, and `[N]` int64 numbers of them.
 
     Values without a text are left out; null is an empty list.
     """
-    kinds = (list, type(None))
-    if not set(map(type, values)) <= set(kinds):
-        refuse(one, values, place, [type(value) in kinds for value in values])
     values = [value or [] for value in values]
     lengths = np.fromiter(map(len, values), np.int64, len(values))
-    if len(lengths) and (most := lengths.max()) > MAX_VALUES:
-        at = place(int(lengths.argmax()), one.name)
-        raise BadRequestError(f"{at} must be at most {MAX_VALUES} values, got {most}")
     flat = list(chain.from_iterable(values))
-    if not set(map(type, flat)) <= _TEXTS:
-        refuse(one, values, place, [set(map(type, value)) <= _TEXTS for value in values])
     if None in flat or "" in flat:
         there = np.array([text_of(value) is not None for value in flat])
         lengths = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[there], minlength=len(lengths))
         flat = take(flat, there.nonzero()[0], there.nonzero()[0].tolist()) if there.any() else []
-    ends = lengths.cumsum()
-    return flat, lengths, lambda i, name: place(int(np.searchsorted(ends, i, "right")), name)
-
-
-def numbers(one: Field, values: Values, place: Place) -> np.ndarray:
-    """`[N]` float64, NaN where missing."""
-    if isinstance(values, np.ndarray):
-        return values
-    types = {int, float} if one.kind == "age" else {int, float, type(None)}
-    if not set(map(type, values)) <= types:
-        refuse(one, values, place, [type(value) in types for value in values])
-    found = np.array(values, np.float64)  # None becomes NaN
-    valid = np.isfinite(found)
-    if one.kind == "number":
-        valid &= np.abs(found) <= LARGEST_NUMBER  # training would take it for missing
-    elif one.kind == "age":
-        valid &= found >= 0
-    if not valid.all():
-        valid |= [value is None for value in values]
-        if not valid.all():
-            refuse(one, values, place, valid)
-    return found
-
-
-def read_time(value: object, place: str) -> float:
-    """Returns a time in seconds; one in milliseconds is refused."""
-    if type(value) not in (int, float) or not abs(value) < LATEST:
-        raise BadRequestError(f"{place} must be a number of seconds since 1970, got {shown(value)}")
-    return float(value)
+    return flat, lengths
 
 
 def read_id(value: object, text: str | None, place: str, of: str = "a user") -> str:
@@ -248,38 +319,21 @@ def read_id(value: object, text: str | None, place: str, of: str = "a user") -> 
     return text
 
 
-def sids(one: Field, values: Sequence[object], place: Place) -> np.ndarray:
+def sids(name: str, codec: Mapping[str, int], values: Sequence[int | float | str | None], place: Place) -> np.ndarray:
     """Semantic IDs, -1 for null; their digits must be in the range of the codec's."""
-    found = np.array(values) if set(map(type, values)) == {int} else None
-    if found is None or found.dtype != np.int64:
-        ids = [_as_int64(value) for value in values]
-        if None in ids:
-            refuse(one, values, place, [sid is not None for sid in ids])
-        found = np.array(ids, np.int64)
-    layout = Layout(**one.layout)
-    valid = layout.valid(torch.from_numpy(found)).numpy()
+    if set(map(type, values)) != {int}:
+        values = [UNKNOWN_SID if value is None or value == "" else int(value) for value in values]
+    layout = Layout(**codec)
+    try:
+        found = np.array(values, np.int64)
+        valid = layout.valid(torch.from_numpy(found)).numpy()
+    except OverflowError:
+        valid = np.array([-(2**63) <= value < 2**63 for value in values])
     if not valid.all():
         i = int(valid.argmin())
-        at = place(i, one.name)
-        raise BadRequestError(f"{at} is {found[i]}, which is no ID of {layout}; another codec's?")
+        at = place(i, name)
+        raise BadRequestError(f"{at} is {values[i]}, which is no ID of {layout}; another codec's?")
     return found
-
-
-def _as_int64(value: object) -> int | None:
-    """A semantic ID of JSON, -1 for null; None if it is none. As text, since JavaScript rounds integers over 2^53."""
-    if value is None or value == "":
-        return UNKNOWN_SID
-    if type(value) is float and value.is_integer() and abs(value) <= 2**53:  # 1.0 is an integer of JSON Schema
-        return int(value)
-    if type(value) is str and _INTEGER.fullmatch(value):
-        value = int(value)
-    return value if type(value) is int and -(2**63) <= value < 2**63 else None
-
-
-def refuse(one: Field, values: Values, place: Place, valid: Sequence[bool]) -> None:
-    """Raises BadRequestError for the first value that is not valid."""
-    i = list(valid).index(False)
-    raise BadRequestError(f"{place(i, one.name)} must be {KINDS[one.kind]['description']}, got {shown(values[i])}")
 
 
 def shown(value: object) -> str:

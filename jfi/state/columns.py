@@ -8,15 +8,16 @@ An id's value in the store is one record, and after it the values of its lists:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
 from jfi.serving.requests import Encoded
-from jfi.serving.schema import LONGEST_ID, Field
-from jfi.serving.validation import BadRequestError, check_names, shown
+from jfi.serving.schema import Field
+from jfi.serving.validation import LONGEST_ID, BadRequestError, BodyType, fields_of, object_type
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import Given, LogRows, values_of
+from jfi.state.events import COLUMN_TYPES, Given, LogRows, values_of
 from jfi.state.layout import DTYPES, Column, EventLayout, StateInfo
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
 from jfi.state.stores import Changes, Get, Updated, finding_damage
@@ -53,6 +54,12 @@ class ColumnLayout:
             missing[one.name] = {"number": np.nan, "sid": -1}.get(one.kind, 0)
         #: The value of an id without one: all of its columns are missing.
         self._missing = missing.tobytes()
+
+    @cached_property
+    def body_type(self) -> BodyType:
+        """What gives the columns of one id."""
+        types = {name: COLUMN_TYPES[one.kind] for name, one in self.columns.items()}
+        return BodyType(object_type(f"Columns of the {self.of}", types, types), {"": types}, whole=f"the {self.of}")
 
     def key(self, text: str) -> bytes:
         """The key of an id's record."""
@@ -192,18 +199,10 @@ def read_columns(layout: ColumnLayout, body: bytes) -> dict[str, Values]:
     Raises:
         BadRequestError: not JSON, or a fault, with its place.
     """
-    from jfi.serving.server.body import read_body  # by orjson, which `jfi state load` does not need
-
-    def encode(given: object) -> dict[str, Values]:
-        if not layout.columns:
-            raise BadRequestError(f"this state has no columns of {layout.of}s")
-        if not isinstance(given, dict):
-            raise BadRequestError(f"the {layout.of} must be an object of its columns, got {shown(given)}")
-        check_names(f"the {layout.of}", given, layout.columns)
-        place = lambda _, name: name  # noqa: E731
-        return {name: values_of(layout.columns[name], [value], place) for name, value in given.items()}
-
-    return read_body(body, encode)
+    if not layout.columns:
+        raise BadRequestError(f"this state has no columns of {layout.of}s")
+    given = fields_of(layout.body_type.read(body))
+    return {name: values_of(layout.columns[name], [value], lambda _, name: name) for name, value in given.items()}
 
 
 def log_columns(

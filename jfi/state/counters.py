@@ -12,7 +12,7 @@ from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
 from jfi.serving.schema import Schema
 from jfi.state.events import LogRows
-from jfi.state.layout import TIME, EventLayout, hashes
+from jfi.state.layout import TIME, EventLayout, digest, hashes
 from jfi.state.lookups import Lookup
 from jfi.state.stores import StateError
 from jfi.state.user_rows import Chosen
@@ -99,6 +99,10 @@ class StateCounters:
         return [
             {name: one[end - own : end] for name, one in found.items()} for own, end in zip(lengths, ends, strict=True)
         ]
+
+    def prefixes_of(self, user: str) -> list[bytes]:
+        """Returns the beginnings of the keys of a user's own records."""
+        return self.live.prefixes_of(digest(user))
 
     def digests(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Returns digests of values, by their texts or of a bucket by its number; 0 for none and for unknown ones.

@@ -1,26 +1,32 @@
 """Checks rows of a log that are sent to the server, and makes records of them but for the numbers of their texts."""
 
-import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from types import NoneType
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
-from jfi.serving.schema import KINDS, LATEST, LONGEST_TEXT, Field, id_schema
 from jfi.serving.validation import (
+    LATEST,
+    LONGEST_ID,
+    LONGEST_TEXT,
+    TYPES,
+    VALUE,
     BadRequestError,
+    BodyType,
     Place,
     Rows,
     Values,
-    check_count,
     flat_values,
-    numbers,
+    id_type,
     read_id,
     shown,
     sids,
+    table_type,
     texts,
 )
 from jfi.state.dictionaries import Dictionaries
@@ -29,18 +35,16 @@ from jfi.utils.encoding import PER_SECOND, finite_numbers, text_of
 
 #: What was given of a column of the log, see `LogRows.given`.
 Given = Values | tuple[list[str], np.ndarray]
-_ID = Field("id", "category")
-#: By kind of a column that of its field in a request.
-FIELDS: dict[str, Literal["category", "slots", "quantile", "sid"]] = {
-    "text": "category",
-    "texts": "slots",
-    "number": "quantile",
-    "sid": "sid",
-    "session": "category",
-    "any": "category",
+#: By kind of a column the type of its values in a body.
+COLUMN_TYPES: dict[str, Any] = {
+    "text": VALUE,
+    "texts": TYPES["slots"],
+    "number": TYPES["quantile"],
+    "sid": TYPES["sid"],
+    "session": VALUE,
+    "any": VALUE,
 }
 _DATE = "^[0-9]{4}-[0-9]{2}-[0-9]{2}"
-_TIME = {"description": "a date and time by ISO 8601, or a number", "type": ["number", "string"], "pattern": _DATE}
 
 
 @dataclass(frozen=True)
@@ -134,34 +138,29 @@ class EventReader:
                 self.columns.setdefault(name, Column(name, "text" if name in texts else "any"))
         self._missing = {text for one in log.missing_values if (text := text_of(one)) is not None}
         self._missing_numbers = finite_numbers(log.missing_values)
+        types = {name: self._type(one) for name, one in self.columns.items()}
+        number = Annotated[float, Meta(gt=-LATEST * PER_SECOND[log.unit])]
+        date = Annotated[str, Meta(pattern=_DATE, description="a date and time by ISO 8601")]
+        types |= {log.user: id_type(LONGEST_ID), log.item: id_type(LONGEST_TEXT), log.time: date | number}
         known = {one.name for one in (*layout.info.items, *layout.info.users)}
         #: Names of the columns that each row has; what the state has of items and users is not needed.
         self.required = [name for name in dict.fromkeys(own) if name not in known]
         #: Names of those that all rows of a body have or none.
-        self.optional = [name for name in self.columns if name not in self.required]
+        self.optional = [name for name in types if name not in self.required]
+        rows = table_type("Row", types, self.optional, bounds=Meta(min_length=1, max_length=max_events))
+        self._body = BodyType(rows, {"": types}, "events", "events")
+
+    def _type(self, column: Column) -> Any:
+        """The type of a column's values in a body, of lists with a separator of one text too."""
+        if column.kind == "number" and self._log.missing_values:
+            return COLUMN_TYPES["number"] | str
+        kind = COLUMN_TYPES[column.kind]
+        return kind | VALUE if column.name in self._log.separators else kind
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a body of rows."""
-        values = {name: KINDS[FIELDS[one.kind]] for name, one in self.columns.items()}
-        values |= {
-            name: {"anyOf": [values[name], KINDS["category"]]} for name in self._log.separators if name in values
-        }
-        values |= {
-            self._log.user: id_schema("the id of the user"),
-            self._log.item: id_schema("the id of the item", LONGEST_TEXT),
-            self._log.time: _TIME | {"exclusiveMinimum": -LATEST * PER_SECOND[self._log.unit]},
-        }
-        row = {"type": "object", "properties": values, "required": self.required, "additionalProperties": False}
-        has = [{"required": [name]} for name in self.optional]
-        same = [{"anyOf": [{"items": one}, {"items": {"not": one}}]} for one in has]
-        bounds = {"minItems": 1, "maxItems": self.max_events}
-        columns = {name: {"type": "array", "items": one, **bounds} for name, one in values.items()}
-        rows = {"type": "array", "items": row, **bounds} | ({"allOf": same} if same else {})
-        return {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": "A body of POST /events",
-            "anyOf": [rows, row | {"properties": columns}],
-        }
+        about = f"Rows of the log; {', '.join(self.optional) or 'no column'} may be left out, by all rows of a body."
+        return self._body.json_schema("A body of POST /events", about)
 
     def read(self, body: bytes) -> LogRows:
         """Parses and encodes events.
@@ -169,9 +168,7 @@ class EventReader:
         Raises:
             BadRequestError: not JSON, or a fault, with its place.
         """
-        from jfi.serving.server.body import read_body  # by orjson, which `jfi state load` does not need
-
-        return read_body(body, self)
+        return self._read(self._body.read(body))
 
     def __call__(self, given: object) -> LogRows:
         """Encodes events.
@@ -182,9 +179,10 @@ class EventReader:
         Raises:
             BadRequestError: a fault, with its place.
         """
-        check_count("events", given, self.max_events)
-        rows = Rows("events", given, {self._log.user, self._log.time, *self.columns})
-        rows.require(self.required)
+        return self._read(self._body.convert(given))
+
+    def _read(self, given: Any) -> LogRows:
+        rows = Rows("events", given)
         if not len(rows):
             raise BadRequestError("events must not be empty")
         log, given, place = self._log, rows.columns, rows.place
@@ -204,15 +202,16 @@ class EventReader:
     def _values(self, column: Column, values: Values, place: Place) -> Given:
         """The values of a column as training reads them; what a rule or a label reads stays as it is."""
         log = self._log
-        if column.kind == "number" and log.missing_values:
-            values = [None if value in log.missing_values else value for value in values]
-        elif (separator := log.separators.get(column.name)) is not None:
-            values = [
-                (text_of(one) or "").split(separator) if type(one) in (str, int, float) else one for one in values
-            ]
-        found = values_of(column, values, place)
         if column.kind == "any":
             return values
+        if column.kind == "number" and log.missing_values:
+            values = [None if value in log.missing_values else value for value in values]
+            if str in set(map(type, values)):
+                row = [type(value) is str for value in values].index(True)
+                raise BadRequestError(f"{place(row, column.name)} must be a number or null, got {shown(values[row])}")
+        elif (separator := log.separators.get(column.name)) is not None:
+            values = [one if type(one) in (list, NoneType) else (text_of(one) or "").split(separator) for one in values]
+        found = values_of(column, values, place)
         if not log.missing_values or column.kind == "sid":
             return found
         if column.kind == "number":
@@ -271,29 +270,27 @@ class EventReader:
 
     def _times(self, values: Values, place: Place) -> tuple[np.ndarray, np.ndarray]:
         """`[N]` numbers of the log's unit, or `[N]` datetime64; and these as `[N]` float64 seconds."""
-        one, kinds = Field(self._log.time, "category"), set(map(type, values))
-        if kinds <= {int, float}:
+        name, kinds = self._log.time, set(map(type, values))
+        if len(kinds) > 1:
+            row = [type(value) is type(values[0]) for value in values].index(False)
+            kind = "date" if type(values[0]) is str else "number"
+            raise BadRequestError(f"{place(row, name)} must be a {kind} as that of row 0, got {shown(values[row])}")
+        if kinds == {float}:
             with np.errstate(over="ignore"):
                 times = np.array(values, np.float64)
             seconds = np.where(np.isin(times, self._missing_numbers), np.nan, times / PER_SECOND[self._log.unit])
-        elif kinds == {str} and all(re.match(_DATE, value) for value in values):
+        else:
             from jfi.state.meaning import times as times_of
 
             seconds = times_of(values, self._log, place)
             times = np.rint(seconds * 1e6).astype("datetime64[us]")  # exact until 2041
-        else:
-            is_date = [type(value) is str and re.match(_DATE, value) is not None for value in values]
-            is_number = [type(value) in (int, float) for value in values]
-            row = (is_date if is_date[0] else is_number).index(False)
-            what = f"{_TIME['description']}, all of a body of one kind"
-            raise BadRequestError(f"{place(row, one.name)} must be {what}, got {shown(values[row])}")
         is_none, ahead = ~(seconds > -LATEST), self.ahead(seconds)
         if (ahead | is_none).any():
             row = int((ahead | is_none).argmax())
             if is_none[row]:
-                raise BadRequestError(f"{place(row, one.name)} must be a time, got {shown(values[row])}")
+                raise BadRequestError(f"{place(row, name)} must be a time, got {shown(values[row])}")
             limit = f"more than {self._max_future:g} s ahead of the server's clock"
-            raise BadRequestError(f"{place(row, one.name)} is {shown(values[row])}, {limit}")
+            raise BadRequestError(f"{place(row, name)} is {shown(values[row])}, {limit}")
         return times, seconds
 
 
@@ -303,15 +300,14 @@ def values_of(column: Column, given: Values, place: Place) -> Values | tuple[lis
     Raises:
         BadRequestError: a fault, with its place.
     """
-    one = Field(column.name, FIELDS[column.kind], layout=column.layout)
     if column.kind == "number":
-        return numbers(one, given, place)
+        return np.asarray(given, np.float64)
     if column.kind == "sid":
-        return sids(one, given, place)
+        return sids(column.name, column.layout, given, place)
     if column.kind == "texts":
-        flat, lengths, place = flat_values(one, given, place)
-        return list(texts(one, flat, place)), lengths
-    return list(texts(one, given, place))
+        flat, lengths = flat_values(given)
+        return list(texts(flat)), lengths
+    return list(texts(given))
 
 
 def _first_texts(values: list[str], lengths: np.ndarray, size: int) -> list[str | None]:
@@ -329,5 +325,5 @@ def names_of(values: Sequence[object], place: Place, of: str = "a user", missing
     Raises:
         BadRequestError: one is missing, of another type, or too long.
     """
-    found = [None if text in missing else text for text in texts(_ID, values, place)]
-    return [read_id(values[row], text, place(row, _ID.name), of) for row, text in enumerate(found)]
+    found = [None if text in missing else text for text in texts(values)]
+    return [read_id(values[row], text, place(row, ""), of) for row, text in enumerate(found)]

@@ -36,6 +36,8 @@ _OWN = [(TIME, "<f8"), (ID, "<u8"), (LABELED, "u1")]
 MARGIN, OTHERS = 64, 256
 #: The key of the number of rows of the log that the state has.
 POSITION = b"p"
+#: The key of the part that the state was fed last, see `jfi.state.outbox.Cursor`.
+CURSOR = b"f"
 #: The format of stores that this version reads.
 FORMAT = 3
 DTYPES = {"text": "<i4", "texts": "<i4", "number": "<f8", "sid": "<i8", "session": "<u8"}

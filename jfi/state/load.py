@@ -17,7 +17,8 @@ from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import SourceTables
 from jfi.data.prepared.stages.sort import read_ids
 from jfi.events.events import user_blocks
-from jfi.serving.schema import LONGEST_ID, Schema
+from jfi.serving.schema import Schema
+from jfi.serving.validation import LONGEST_ID
 from jfi.state.columns import Entity
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Dictionaries

@@ -23,7 +23,7 @@ import numpy as np
 from jfi.state.columns import ColumnLayout, Entity, log_columns
 from jfi.state.deletions import METADATA, PartInfo, info_of, read_deletions, rows_left, users_without
 from jfi.state.events import Given, LogRows
-from jfi.state.layout import POSITION, EventLayout, integer
+from jfi.state.layout import CURSOR, POSITION, EventLayout, integer
 from jfi.state.model_ids import Texts
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.utils.files import try_lock, write_file, writing_file
@@ -40,6 +40,20 @@ _PAUSE = 60.0
 _log = logging.getLogger("jfi.serving")
 #: A body of the outbox: by column of the log its values, times as numbers of the log's unit or whole microseconds.
 Body = dict[str, list]
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """What a state was fed last.
+
+    Args:
+        part: name of the part, "" before the first one.
+        rows: how many of its rows, in the order in which they are added; -1 for all.
+        deletions: how many lines of the folder's list of deleted users have been applied.
+    """
+
+    part: str
+    rows: int
+    deletions: int = 0
 
 
 def entry(
@@ -102,7 +116,8 @@ class PartWriter:
         clock: seconds that only grow.
 
     Raises:
-        StateError: there is no such folder, or it has parts of another state, or of later rows than the state has.
+        StateError: there is no such folder, or it has parts of another state that this one was not fed to their end,
+            or of later rows than the state has.
     """
 
     def __init__(
@@ -202,8 +217,10 @@ class PartWriter:
         name, end = _newest(self._folder)
         if not end:
             return 0
-        info = info_of(self._folder / name)
-        if info is None or info.state != self._layout.info.id or end > position:
+        info, fed = info_of(self._folder / name), self._store.get([CURSOR])[0]
+        is_own = info is not None and info.state == self._layout.info.id
+        cursor = Cursor("", 0) if fed is None else msgspec.json.decode(fed, type=Cursor)
+        if end > position or not (is_own or (cursor.part, cursor.rows) == (name, -1)):
             what = f"{name} has rows of another state, or of one that was newer; name another folder"
             raise StateError(f"--log {self._folder}: {what}")
         return end

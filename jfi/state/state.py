@@ -16,7 +16,7 @@ from jfi.state.counters import StateCounters, check_statistics
 from jfi.state.deletions import add_deletion
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
-from jfi.state.layout import FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, digest, integer, user_key
+from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, integer, user_key
 from jfi.state.lookups import Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.outbox import entry
@@ -26,8 +26,6 @@ from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
 _INFO = b"m"
-#: The key of what was fed to a state last.
-CURSOR = b"f"
 
 
 @dataclass(frozen=True)
@@ -260,7 +258,7 @@ class UserState:
         if of == "user":
             keys += [key(name) for key in USER_KEYS]
             if self.counters is not None:
-                pages = self.store.pages(self.counters.live.prefixes_of(digest(name)))
+                pages = self.store.pages(self.counters.prefixes_of(name))
                 keys += [key for page in pages for key, _ in page]
 
         position = None

@@ -15,7 +15,7 @@ from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.schema.columns import CodedColumn
 from jfi.data.schema.semantic_ids import SemanticIDs
-from jfi.serving.schema import LONGEST_ID
+from jfi.serving.validation import LONGEST_ID
 from jfi.state.columns import ColumnLayout, Entity, Values, layouts_of, write_columns
 from jfi.state.dictionaries import Cache
 from jfi.state.layout import StateInfo

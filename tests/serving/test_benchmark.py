@@ -11,7 +11,6 @@ from benchmarks import serving, serving_stages
 from jfi.serving.export import inputs_of
 from jfi.serving.model import ScoringModel
 from jfi.serving.requests import RequestReader
-from jfi.serving.server.body import parse
 
 
 @pytest.mark.slow
@@ -43,7 +42,7 @@ def test_the_synthetic_model_takes_the_requests(monkeypatch, tmp_path):
     shape = serving.Shape(7, 5)
     serving.synthetic(tmp_path, 1000, "cpu", "float32", shape)
     scorer = type("Scorer", (), {"reader": exported["reader"]})
-    request = exported["reader"](parse(serving.make_body(scorer, shape, random.Random(0))))
+    request = exported["reader"](json.loads(serving.make_body(scorer, shape, random.Random(0))))
     assert (request.num_events, request.num_candidates) == (7, 5)
     assert set(request.ids) == set(exported["inputs"].keys) and all((ids > 0).all() for ids in request.ids.values())
 

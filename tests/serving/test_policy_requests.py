@@ -117,16 +117,10 @@ EVENT = {"item": 1, "kind": "k", "surface": "feed", "dwell": 9, "session": 2, "a
     ("rows", "message"),
     [
         ([{**EVENT, "item": 1.5}] + [EVENT] * 29, None),  # nobody reads it, if it goes
-        (
-            [{**EVENT, "session": [1]}] + [EVENT] * 29,
-            "history[0].session must be a string, a number or a boolean",
-        ),
-        (
-            [{**EVENT, "surface": {}}] + [EVENT] * 29,
-            "history[0].surface must be a string, a number or a boolean",
-        ),
-        ([{**EVENT, "dwell": "9"}] + [EVENT] * 29, "history[0].dwell must be a finite number of float32's range"),
-        ([{**EVENT, "age": None}] + [EVENT] * 29, "history[0].age must be a number of seconds, at least 0"),
+        ([{**EVENT, "session": [1]}] + [EVENT] * 29, "history[0].session must be bool | int | float | str | null"),
+        ([{**EVENT, "surface": {}}] + [EVENT] * 29, "history[0].surface must be bool | int | float | str | null"),
+        ([{**EVENT, "dwell": "9"}] + [EVENT] * 29, "history[0].dwell must be float | null, got str"),
+        ([{**EVENT, "age": None}] + [EVENT] * 29, "history[0].age must be float, got null"),
         (
             [{**EVENT, "dwell": None}] * 2 + [{name: EVENT[name] for name in EVENT if name != "dwell"}],
             "history[2] ",

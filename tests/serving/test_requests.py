@@ -3,14 +3,14 @@
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from jfi.serving import vocabulary_tables as known
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
-from jfi.serving.server.body import MAX_PARTS, parse, read_body
-from jfi.serving.validation import columns_of
+from jfi.serving.validation import MAX_PARTS, BodyType
 from jfi.state.layout import layout_of
 from jfi.utils.encoding import HashBuckets, Vocabulary, are_canonical, text_of
 
@@ -74,31 +74,32 @@ def changed(path: list, value: object) -> dict:
     [
         (["usr"], {}, "unknown field 'usr'; did you mean 'user'"),
         (["history"], ..., "the request lacks the field 'history'"),
-        (["user"], [], "user must be an object, got list"),
+        (["user"], [], "user must be object, got array"),
         (["user", "cty"], "Bonn", "user has an unknown field 'cty'; did you mean 'city'"),
-        (["user", "income"], "14", "user.income must be a finite number of float32's range, or null, got '14'"),
-        (["user", "income"], 10**400, "the request is not JSON: number is infinity"),
-        (["user", "income"], True, "user.income must be a finite number of float32's range, or null, got True"),
-        (["user", "income"], 1e39, "user.income must be a finite number of float32's range, or null, got 1e.39"),
-        (["candidates"], [], "candidates must not be empty"),
-        (["history"], 3, "history must be a list of objects or an object of lists, got 3"),
-        (["history"], {}, "history lacks the field 'age'"),
-        (["history", 1], None, r"history\[1\] must be an object, got None"),
+        (["user", "income"], "14", r"user.income must be float \| null, got str"),
+        (["user", "income"], 10**400, "user.income: Number out of range"),
+        (["user", "income"], True, r"user.income must be float \| null, got bool"),
+        (["user", "income"], 1e39, r"user.income must be float <= 3\.4028234663852886e\+38"),
+        (["candidates"], [], "candidates must be array of length >= 1"),
+        (["candidates"], {}, "candidates must not be empty"),
+        (["history"], 3, r"history must be object \| array, got int"),
+        (["history"], {}, "history lacks the field 'item'"),
+        (["history", 1], None, r"history\[1\] must be object, got null"),
         (["history", 2, "item"], ..., r"history\[2\] lacks the field 'item'"),
-        (["history", 2, "item"], [1], r"history\[2\].item must be a string, a number or a boolean, or null"),
-        (["history", 0, "tags"], "c", r"history\[0\].tags must be a list of .*, at most 1000, or null, got 'c'"),
-        (["history", 0, "tags"], ["c", {}], r"history\[0\].tags must be a list"),
-        (["history", 1, "tags"], ["c"] * 1001, r"history\[1\].tags must be at most 1000 values, got 1001"),
-        (["candidates", 1, "tags"], ["c"] * 1001, r"candidates\[1\].tags must be at most 1000 values, got 1001"),
+        (["history", 2, "item"], [1], r"history\[2\].item must be bool \| int \| float \| str \| null, got array"),
+        (["history", 0, "tags"], "c", r"history\[0\].tags must be array \| null, got str"),
+        (["history", 0, "tags"], ["c", {}], r"history\[0\].tags\[1\] must be bool .* null, got object"),
+        (["history", 1, "tags"], ["c"] * 1001, r"history\[1\].tags must be array of length <= 1000"),
+        (["candidates", 1, "tags"], ["c"] * 1001, r"candidates\[1\].tags must be array of length <= 1000"),
         (["history", 1, "seconds"], float("inf"), "the request is not JSON"),
-        (["history", 1, "seconds"], True, r"history\[1\].seconds must be a finite number, or null, got True"),
-        (["history", 1, "age"], None, r"history\[1\].age must be a number of seconds"),
-        (["history", 1, "age"], -1, r"history\[1\].age must be a number of seconds, at least 0, got -1"),
-        (["candidates"], [{}] * 4, "candidates must be at most 3, got 4"),
+        (["history", 1, "seconds"], True, r"history\[1\].seconds must be float \| null, got bool"),
+        (["history", 1, "age"], None, r"history\[1\].age must be float, got null"),
+        (["history", 1, "age"], -1, r"history\[1\].age must be float >= 0.0"),
+        (["candidates"], [{}] * 4, "candidates must be array of length <= 3"),
         (
             ["candidates", 1, "item"],
             {},
-            r"candidates\[1\].item must be a string, a number or a boolean, or null",
+            r"candidates\[1\].item must be bool \| int \| float \| str \| null, got object",
         ),
         (["candidates", 1, "price"], 1, r"candidates\[1\] has an unknown field 'price'; known: item, tags"),
     ],
@@ -141,38 +142,38 @@ def test_null_is_a_list_without_values():
 def test_the_place_in_a_history_that_is_cut_is_the_one_in_the_request():
     long = changed(["history"], request()["history"] * 3)
     assert READ(long).num_events == 4
-    long["history"][6] = dict(long["history"][6], age="old")
-    with pytest.raises(BadRequestError, match=r"history\[6\].age"):
-        READ(long)
+    for row in (0, 6):
+        long["history"][row] = dict(long["history"][row], age="old")
+        with pytest.raises(BadRequestError, match=rf"history\[{row}\].age must be float, got str"):
+            READ(long)
+        long["history"][row] = request()["history"][0]
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        *[b"", b"{", b'{"a": NaN}', b"\xff", b"[" * 50_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": 1e400}'],
-        *[b'"\\ud800"', b'\xef\xbb\xbf{"a": 1}', '{"a": 1}'.encode("utf-16"), b'{"a": 1}{}', b"[1,]"],
+        *[b"", b"{", b'{"a": NaN}', b"\xff", b'{"a": 1}}'],
+        *[b'{"a": "\\ud800"}', b'\xef\xbb\xbf{"a": 1}', '{"a": 1}'.encode("utf-16"), b'{"a": 1}{}', b"[1,]"],
     ],
-    ids=range(12),
+    ids=range(10),
 )
 def test_what_is_no_json_is_refused(body):
-    with pytest.raises(BadRequestError, match="not JSON"):
-        parse(body)
+    with pytest.raises(BadRequestError, match=r"^the request is not JSON: "):
+        BodyType(dict[str, float | str] | list[float], {"": []}).read(body)
 
 
 def test_rows_and_lists_are_counted_before_anything_is_made_of_them(monkeypatch):
     """Wherever they are; and the rows of candidates before their context is written into each."""
     for brackets in (b"[]", b"{}"):
-        body = b"[" + b",".join([brackets] * MAX_PARTS) + b"]"
-        with monkeypatch.context() as patch:
-            patch.setattr("jfi.serving.server.body.orjson.loads", None)
-            with pytest.raises(BadRequestError, match=f"at most 65536 lists and objects, got {MAX_PARTS + 1}$"):
-                parse(body)
-    assert len(parse(b"[" + b",".join([b"{}"] * (MAX_PARTS - 1)) + b"]")) == MAX_PARTS - 1
+        body, anything = b"[" + b",".join([brackets] * MAX_PARTS) + b"]", BodyType(Any, {"": []})
+        with pytest.raises(BadRequestError, match=f"at most 65536 lists and objects, got {MAX_PARTS + 1}$"):
+            anything.read(body)
+        assert len(anything.read(body.replace(brackets + b",", b"", 2))) == MAX_PARTS - 2
     monkeypatch.setattr("jfi.serving.requests.Rows", None)
     schema = replace(SCHEMA, user_id="user")
     reader = RequestReader(schema, READ.limits, state=layout_of(schema, 4).info)
-    for candidates in ([{}] * 4, {"item": [1] * 4}, {"item": 1, "tags": [[]] * 4}):
-        with pytest.raises(BadRequestError, match="candidates must be at most 3, got 4"):
+    for candidates, place in (([{}] * 4, ""), ({"item": [1] * 4}, ".item"), ({"item": [1], "tags": [[]] * 4}, ".tags")):
+        with pytest.raises(BadRequestError, match=f"candidates{place} must be array of length <= 3"):
             reader({"user": {}, "candidates": candidates, "context": {"tags": []}})
 
 
@@ -180,15 +181,24 @@ def test_a_field_that_is_there_twice_is_named_in_a_small_body():
     for size, named in ((1000, " 'a' twice"), (100_000, " twice")):
         body = b'{"a": 1, "a": 2, "b": [' + b"1," * size + b"1]}"
         with pytest.raises(BadRequestError, match=f"an object with (a|the) field{named}$"):
-            read_body(body, lambda given: given)
+            BodyType(Any, {"": []}).read(body)
 
 
-@pytest.mark.parametrize("row", [[], "", ()])
-def test_an_object_without_fields_is_an_object(row):
-    """As the user of a model that reads nothing of them."""
-    assert columns_of([{}], [], lambda *_: "user") == {}
-    with pytest.raises(BadRequestError, match="user must be an object, got"):
-        columns_of([row], [], lambda *_: "user")
+def test_an_object_without_fields_is_an_object():
+    """As the user of a model that reads nothing of them, and rows of such candidates."""
+    read = RequestReader(Schema([], [], []), READ.limits)
+    assert read({"user": {}, "candidates": [{}, {}]}).num_candidates == 2
+    for row in ([], ""):
+        with pytest.raises(BadRequestError, match=r"user must be object, got (array|str)"):
+            read({"user": row, "candidates": [{}]})
+
+
+def test_candidates_are_all_objects_or_all_ids():
+    read = RequestReader(replace(SCHEMA, item_id="item"), READ.limits)
+    context = {"tags": []}
+    for candidates in ([1, {"item": 2}], [{"item": 2}, 1]):
+        with pytest.raises(BadRequestError, match=r"^candidates\[1\] is an? .*, and candidates\[0\] is not"):
+            read({"user": {"city": None, "income": None}, "history": [], "candidates": candidates, "context": context})
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["dict", "table"])

@@ -109,6 +109,7 @@ def test_a_state_that_is_fed_the_log_is_that_which_wrote_it(log, case, tmp_path,
     assert min(refused, repeated) > 5 and one.state.position == accepted > COUNT / 2
     assert 0 < writer.waiting < 70 or accepted % 70 == 0
     writer.flush()
+    writer.close()
     assert not list(one.state.store.scan(b"o")) and writer.waiting == 0
     names = sorted(path.name for path in folder.iterdir())
     assert len(names) > 3 and names[-1].endswith(f"-{accepted - 1:020d}.parquet")
@@ -119,6 +120,10 @@ def test_a_state_that_is_fed_the_log_is_that_which_wrote_it(log, case, tmp_path,
     assert contents(other.state) == contents(one.state)
     assert_same_requests(one, other, log)
     assert fed(other, folder) == []
+    rows = [row | {"timestamp": log[-1]["timestamp"] + 10 + n} for n, row in enumerate(log[:9])]
+    (told,) = other.state.add([other.events(other.body(rows))])  # it goes on with the log that it was fed
+    PartWriter(other.state.store, other.state.layout, folder).flush()
+    assert rows_of(folder) == list(range(accepted + told.added)) and told.added > 5
 
 
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)

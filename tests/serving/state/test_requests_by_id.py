@@ -144,7 +144,7 @@ def test_requests_that_lack_what_no_state_has_are_named(by_id):
         "candidates[1] must be the id of an item, got None": {"candidates": ["i1", None]},
         "user must be the id of a user, got None": {"user": None},
         "candidates[1] must be at most 480 bytes, got 481": {"candidates": ["i1", "x" * 481]},
-        "candidates[1] must be a string, a number or a boolean, or null, got dict": {"candidates": ["i1", {}]},
+        "candidates[1] is an object, and candidates[0] is not": {"candidates": ["i1", {}]},
     }
     for why, change in faults.items():
         with pytest.raises(BadRequestError) as fault:

@@ -155,8 +155,8 @@ def test_a_user_who_is_deleted_is_a_new_one_in_statistics_that_items_keep(log, c
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rating": [0.5]}, "events[0].rating must be a string, a number or a boolean, or null, got list"),
-        ({"item_id": None}, "events[0].item_id must be the id of an item, got None"),
+        ({"rating": [0.5]}, "events[0].rating must be bool | int | float | str | null, got array"),
+        ({"item_id": None}, "events[0].item_id must be bool | int | float | str, got null"),
     ],
 )
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
