@@ -144,6 +144,13 @@ def at_least_zero(text: str) -> float:
     return number
 
 
+def _share(text: str) -> float:
+    """A type of options: a number above 0 and at most 1."""
+    if not 0 < at_least_zero(text) <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number above 0 and at most 1")
+    return float(text)
+
+
 def _parser(command: str, description: str) -> OptionParser:
     return OptionParser(prog=f"jfi {command}", description=description, epilog=EXIT_CODES)
 
@@ -252,7 +259,12 @@ def serve() -> OptionParser:
     _state_options(parser)
     output = "of a score: the logit, its sigmoid, or the probability by the run's calibration"
     parser.add_argument("--output", choices=["logits", "probabilities", "calibrated"], default="logits", help=output)
-    parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
+    parser.add_argument("--access-log", action="store_true", help="a line on stderr for each request")
+    log = "folder to log a share of the requests to, with digests of what the model read, for `jfi audit`"
+    parser.add_argument("--log-requests", type=Path, metavar="FOLDER", help=log)
+    parser.add_argument("--share", type=_share, help="with --log-requests: share of the requests (default: 0.01)")
+    most = "size of the log of requests, whose oldest files are removed"
+    parser.add_argument("--log-requests-mb", **counts, default=1024, help=most)
     return parser
 
 

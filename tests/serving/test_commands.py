@@ -76,7 +76,7 @@ def test_serve_listens_on_loopback_and_finishes_what_it_accepted(exported, score
 
 
 def test_options_are_heard(exported, request_body):
-    options = ["--output", "probabilities", "--log-requests", "--deadline-ms", 60_000, "--body-seconds", 3]
+    options = ["--output", "probabilities", "--access-log", "--deadline-ms", 60_000, "--body-seconds", 3]
     with server("--artifact", exported.path, *options) as (process, address):
         assert all(0 < score < 1 for score in post(address, request_body)["scores"])
         with socket.create_connection(address.removeprefix("http://").split(":")) as half:
