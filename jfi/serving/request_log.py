@@ -22,7 +22,7 @@ from jfi.utils.errors import InputError
 from jfi.utils.files import by_number, writing_file
 
 if TYPE_CHECKING:
-    from jfi.serving.requests import Request
+    from jfi.serving.requests import Request, RequestReader
 
 _log = logging.getLogger("jfi.serving")
 #: Features that are no inputs by key: the number of a history's events, their ages, and the weights of a policy.
@@ -94,23 +94,19 @@ def digest(*arrays: np.ndarray) -> str:
     return found.hexdigest()
 
 
-def digests(request: "Request", dense: list[str], has_policy: bool) -> dict[str, str]:
-    """Returns by feature the digest of what the model reads of a request.
-
-    Args:
-        request: as the model reads it.
-        dense: names of the dense features.
-        has_policy: whether a policy chooses events.
-    """
-    counts = request.counts
+def digests(request: "Request", reader: "RequestReader") -> dict[str, str]:
+    """Returns by feature the digest of what the model reads of a request, and the length of its history as it is."""
+    counts, dense = request.counts, reader.dense_names
     found = {key: digest(ids, counts[key]) if key in counts else digest(ids) for key, ids in request.ids.items()}
     found |= {name: digest(request.dense[:, column]) for column, name in enumerate(dense)}
     if request.ages is not None:
         found[AGE] = digest(request.ages)
-    if has_policy:
+    if reader.schema.event:
+        found[LENGTH] = str(request.num_events)
+    if reader.schema.policy is not None:
         weights = request.weights
         found[WEIGHTS] = digest(np.ones(request.num_events, np.float32) if weights is None else weights)
-    return found | {LENGTH: digest(np.array([request.num_events]))}
+    return found
 
 
 class RequestLog:
@@ -139,7 +135,7 @@ class RequestLog:
         self._thread = threading.Thread(target=self._run, name="request log", daemon=True)
         self._thread.start()
 
-    def add(self, name: str, body: bytes, scores: object, request: "Request", dense: list[str], policy: bool) -> None:
+    def add(self, name: str, body: bytes, scores: object, request: "Request", reader: "RequestReader") -> None:
         """Takes an answered request to write, if its id is among those that are chosen.
 
         Args:
@@ -147,13 +143,13 @@ class RequestLog:
             body: of the request, which was valid.
             scores: of its answer.
             request: as it was scored.
-            dense, policy: as of `digests`.
+            reader: that has read it.
         """
         if int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >= self._chosen:
             return
         with self._lock:
             if len(self._waiting) < _MOST and self._bytes + len(body) <= _MOST_BYTES:
-                self._waiting.append((name, time.time(), body, scores, request, dense, policy))
+                self._waiting.append((name, time.time(), body, scores, request, reader))
                 self._bytes += len(body)
                 return
         self._count("dropped", 1)
@@ -223,11 +219,11 @@ class RequestLog:
 
 
 def _line(entry: tuple) -> bytes:
-    name, written, body, scores, request, dense, policy = entry
+    name, written, body, scores, request, reader = entry
     stored, whole = request.stored, request.filled or request
     state = (0, True) if stored is None else (stored.position, stored.is_available)
     raw = msgspec.Raw(body.replace(b"\n", b" "))  # between values alone: a text of JSON has none
-    found = digests(whole, dense, policy)
+    found = digests(whole, reader)
     line = Line(name, written, request.now, request.model, request.version, *state, scores, found, raw)
     return msgspec.json.encode(line) + b"\n"
 

@@ -135,8 +135,7 @@ def make_app(
             if scored.stored is not None:
                 answer["state"] = scored.stored.answer()
         if app[_LOG] is not None:
-            reader = app[LIVE].now.scorer.reader
-            app[_LOG].add(_NAME.get(), body, scores, scored, reader.dense_names, reader.schema.policy is not None)
+            app[_LOG].add(_NAME.get(), body, scores, scored, app[LIVE].now.scorer.reader)
         metrics.request_seconds.observe(time.perf_counter() - start)
         return json_response(answer)
 

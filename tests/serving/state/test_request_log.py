@@ -45,8 +45,8 @@ def test_a_line_has_what_the_model_has_read(exported, stateful, logged, tmp_path
         assert (line.now, line.position, line.available, line.version) == (NOW + 60, 0, True, None)
         assert (line.model.artifact, line.model.run) == (stateful.identity, "run")
         assert line.model.output == "logits" and len(line.model.checkpoint) == 16
-        assert line.features == digests(filled, stateful.reader.dense_names, False)
-        assert line.features[LENGTH] == digest(np.array([1]))
+        assert line.features == digests(filled, stateful.reader)
+        assert line.features[LENGTH] == "1"
         assert line.features["item"] == digest(filled.ids["item"]) != line.features["history_item"]
 
 
@@ -56,7 +56,7 @@ def test_the_id_of_a_request_says_whether_it_is_logged(scorer, request_body, tmp
         read = scorer.reader(request_body)
         scorer.score([read])
         for number in range(1000):
-            log.add(f"r{number}", b"{}", [1.0], read, [], False)
+            log.add(f"r{number}", b"{}", [1.0], read, scorer.reader)
         log.close()
         return [line.id for line in read_lines(tmp_path / folder)]
 
@@ -75,7 +75,7 @@ def test_old_files_are_removed_and_a_part_of_a_line_is_skipped(scorer, request_b
     log, read = RequestLog(folder, 1.0, 100_000, count), scorer.reader(request_body)
     scorer.score([read])
     for number in range(1500):
-        log.add(f"r{number}", b'{"user": %d}' % (number % 3), [1.0], read, [], False)
+        log.add(f"r{number}", b'{"user": %d}' % (number % 3), [1.0], read, scorer.reader)
     log.close()
     files = sorted(folder.iterdir())
     assert sum(file.stat().st_size for file in files) <= 100_000 and len(files) > 2
@@ -99,9 +99,9 @@ def test_a_user_is_removed_while_requests_are_logged(scorer, request_body, tmp_p
     log, read = RequestLog(tmp_path, 1.0, 1 << 20, lambda *_: None), scorer.reader(request_body)
     scorer.score([read])
     for number in range(100):
-        log.add(f"r{number}", b'{"user": {"user": "u%d"}}' % (number % 2), [1.0], read, [], False)
+        log.add(f"r{number}", b'{"user": {"user": "u%d"}}' % (number % 2), [1.0], read, scorer.reader)
     log.remove_user("u1", "user")
-    log.add("later", b'{"user": "u0"}', [1.0], read, [], False)
+    log.add("later", b'{"user": "u0"}', [1.0], read, scorer.reader)
     log.close()
     assert [line.id for line in read_lines(tmp_path)] == [*[f"r{number}" for number in range(0, 100, 2)], "later"]
     assert b"u1" not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
@@ -134,6 +134,6 @@ def test_a_slow_disk_delays_no_request(scorer, request_body, tmp_path, monkeypat
     log, read = RequestLog(tmp_path, 1.0, 1 << 20, count), scorer.reader(request_body)
     scorer.score([read])
     for number in range(100):
-        log.add(f"r{number}", b'{"user": 1}' + b" " * 89, [1.0], read, [], False)
+        log.add(f"r{number}", b'{"user": 1}' + b" " * 89, [1.0], read, scorer.reader)
     log.close()
     assert counts == {"written": 10, "dropped": 90}
