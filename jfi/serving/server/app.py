@@ -144,7 +144,8 @@ def make_app(
         info = now.info
         artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
         artifact |= {"versions": info.versions, "tables": info.quantization}
-        inside = {"requests": admission.inside, "device": info.device, "state": now.state is not None}
+        inside = {"requests": admission.inside, "device": info.device}
+        inside["state"] = None if now.state is None else {"log_position": now.state.position}
         inside |= {} if follower is None else follower.health()
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 
