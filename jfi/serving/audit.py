@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import batched
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -135,7 +135,7 @@ class Audit:
                     self._compare_scores(asked, rebuilt)
             report.left_out = report.requests - report.compared
             differing.seek(0)
-            for part in batched(differing, _AT_ONCE):
+            while part := [*islice(differing, _AT_ONCE)]:
                 self._explain(part)
         return report
 
@@ -165,7 +165,7 @@ class Audit:
             example = {"served": served[0].tolist(), "rebuilt": again[0].tolist()}
             self._count(asked.line, {SCORE: ""}, {SCORE: example})
 
-    def _explain(self, part: tuple[bytes, ...]) -> None:
+    def _explain(self, part: list[bytes]) -> None:
         """Looks for the causes of requests that differ, and counts them."""
         found = [msgspec.json.decode(one, type=tuple[list[str], dict[str, dict], Line]) for one in part]
         asked = [asked_of(line, self._rebuild.config) for *_, line in found]
