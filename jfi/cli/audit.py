@@ -11,7 +11,6 @@ from jfi.data import Batch, DataError
 from jfi.data.io.blocks import existing_interactions, find_table
 from jfi.serving.audit import Audit
 from jfi.serving.rebuild import Rebuilder
-from jfi.training.metrics.calibration import calibrate
 from jfi.training.run.saved_run import SavedRun, load_run
 from jfi.utils.exit_codes import DIFFERS
 from jfi.utils.files import write_file
@@ -60,13 +59,16 @@ def audit_of(
             logits = run.model(batch.dense_features, batch.sparse_features, batch.timelines)
         return logits.float().reshape(len(batch.labels), -1).numpy()
 
+    labels = run.schema.labels
+    is_logit = np.array([label.task == "binary" for label in labels])
+    scales = [run.calibration.get(label.name, {"a": 1.0, "b": 0.0}) for label in labels]
+    slope, offset = (np.array([scale[name] for scale in scales]) for name in ("a", "b"))
+
     def outputs(logits: np.ndarray, output: str) -> np.ndarray:
-        found = torch.from_numpy(logits).double()
-        if output == "calibrated":
-            found = calibrate(found.squeeze(-1) if found.shape[1] == 1 else found, run.schema.labels, run.calibration)
-            found = found.reshape(logits.shape)
-        is_logit = torch.tensor([label.task == "binary" for label in run.schema.labels])
-        return (found if output == "logits" else torch.where(is_logit, found.sigmoid(), found)).numpy()
+        if output == "logits":
+            return logits
+        found = logits * slope + offset if output == "calibrated" else logits.astype(np.float64)
+        return np.where(is_logit, 1 / (1 + np.exp(-found)), found)
 
     rebuild = Rebuilder(run.schema, config, run.policy, score, own, files)
     return Audit(rebuild, run.fingerprint(), outputs, tolerance, examples)

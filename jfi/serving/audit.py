@@ -118,11 +118,15 @@ class Audit:
     def __call__(self, requests: Path) -> Report:
         """Returns what is found in a folder or a file of logged requests."""
 
-        def read() -> Iterator[Asked]:
-            return (one for line in read_lines(requests) if (one := asked_of(line, self._rebuild.config)) is not None)
+        report, config = self.report, self._rebuild.config
 
-        report = self.report
-        report.requests = sum(1 for _ in read_lines(requests))
+        def read() -> Iterator[Asked]:
+            report.requests = 0
+            for line in read_lines(requests):
+                report.requests += 1
+                if (one := asked_of(line, config)) is not None:
+                    yield one
+
         with TemporaryFile() as differing:
             for asked, rebuilt in self._rebuild(read):
                 report.compared += 1
@@ -185,17 +189,16 @@ class Audit:
     def _find_late(self, asked: list[Asked], causes: list[dict[str, str]]) -> None:
         """Rebuilds requests at their position: histories of all, statistics of some."""
         chosen = [i for i, own in enumerate(causes) if any(not own[name] for name in own if self._is_of_events(name))]
-        if not chosen:
-            return
-        own, history = self._rebuild.at_positions([asked[i] for i in chosen])
-        for i, (one, rebuilt) in zip(chosen, self._rebuild(lambda: own, history), strict=True):
-            self._mark(LATE, causes[i], one, rebuilt, self._is_of_events)
-        for i in chosen:
-            if self._examples and any(not causes[i][name] for name in causes[i] if name in self._statistics):
+        if chosen:
+            own, history = self._rebuild.at_positions([asked[i] for i in chosen])
+            for i, (one, rebuilt) in zip(chosen, self._rebuild(own.copy, history), strict=True):
+                self._mark(LATE, causes[i], one, rebuilt, self._is_of_events)
+        for given, causes_of_one in zip(asked, causes, strict=True):
+            if self._examples and any(not causes_of_one[name] for name in causes_of_one if name in self._statistics):
                 self._examples -= 1
-                history = self._rebuild.history_at(asked[i].line.position)
-                for one, rebuilt in self._rebuild(lambda i=i: [asked[i]], history):
-                    self._mark(LATE, causes[i], one, rebuilt, self._statistics.__contains__)
+                history = self._rebuild.history_at(given.line.position)
+                for one, rebuilt in self._rebuild([given].copy, history):
+                    self._mark(LATE, causes_of_one, one, rebuilt, self._statistics.__contains__)
 
     def _find_zones(self, asked: list[Asked], causes: list[dict[str, str]]) -> None:
         """Rebuilds some requests at the times of other time zones."""
@@ -203,7 +206,7 @@ class Audit:
             if self._examples and any(not own[name] for name in own if self._is_of_events(name)):
                 self._examples -= 1
                 shifted = [asked[i]._replace(now=asked[i].now + 3600 * hours) for hours in _ZONES]
-                for hours, (one, rebuilt) in zip(_ZONES, self._rebuild(lambda: shifted), strict=True):  # noqa: B023
+                for hours, (one, rebuilt) in zip(_ZONES, self._rebuild(shifted.copy), strict=True):
                     if not any(map(self._is_of_events, self._differing(one, rebuilt))):
                         zone = f"time zone: times of events are {-hours:+g} h from the log's"
                         self._mark(zone, own, one, rebuilt, self._is_of_events)

@@ -167,24 +167,16 @@ class Rebuilder:
             arrays = made.dataset.arrays()
             order = new_map(rows / "order.npy", np.int64, made.num_rows)
             order[made.rows] = arrays.samples["rows"]
-            begin, waiting = 0, list[Asked]()
-
-            def rebuilt() -> Iterator[tuple[Asked, Rebuilt]]:
-                chosen = order[begin : begin + sum(len(one.items) for one in waiting)]
+            end = 0
+            for part in _batches(read(), self.batch_size):
+                begin, end = end, end + sum(len(one.items) for one in part)
+                chosen, first = order[begin:end], 0
                 batch = made.dataset.batch_of(chosen, arrays.events.item[chosen].astype(np.int64))
-                logits, found, first = self.score(batch), _Arrays(batch, self.schema), 0
-                for one in waiting:
+                logits, found = self.score(batch), _Arrays(batch, self.schema)
+                for one in part:
                     own = slice(first, first + len(one.items))
                     yield one, Rebuilt(found, own, logits[own])
                     first = own.stop
-
-            for asked in read():
-                count = sum(len(one.items) for one in waiting)
-                if waiting and count + len(asked.items) > self.batch_size:
-                    yield from rebuilt()
-                    begin, waiting = begin + count, []
-                waiting.append(asked)
-            yield from rebuilt()
 
     def _write(self, asked: Iterable[Asked], path: Path) -> int:
         """Writes the rows of requests as a table that training reads; returns how many there are."""
@@ -260,9 +252,18 @@ class Rebuilder:
                     left -= min(left, len(part))
         return found
 
-    def shifted(self, asked: list[Asked], seconds: float) -> list[Asked]:
-        """Returns requests of another time."""
-        return [one._replace(now=one.now + seconds) for one in asked]
+
+def _batches(asked: Iterable[Asked], size: int) -> Iterator[list[Asked]]:
+    """Yields requests of at most `size` rows together, or one that has more."""
+    part, count = list[Asked](), 0
+    for one in asked:
+        if part and count + len(one.items) > size:
+            yield part
+            part, count = [], 0
+        part.append(one)
+        count += len(one.items)
+    if part:
+        yield part
 
 
 def _plain(value: Any, kind: pa.DataType) -> object:

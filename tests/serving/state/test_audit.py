@@ -80,7 +80,13 @@ def serving(made, tmp_path):
 
 
 def event(user: int, item: int, now: float) -> dict:
-    return {"user": user, "item": item, "category": item % 10 if item < 60 else None, "rating": 1 + item % 5, "timestamp": now}
+    return {
+        "user": user,
+        "item": item,
+        "category": item % 10 if item < 60 else None,
+        "rating": 1 + item % 5,
+        "timestamp": now,
+    }
 
 
 def by_id(user: object, now: float, items=(3, 17, 58)) -> dict:
