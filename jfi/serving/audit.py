@@ -14,7 +14,7 @@ from jfi.serving.rebuild import Asked, Rebuilder, Rebuilt, asked_of
 from jfi.serving.request_log import AGE, LENGTH, WEIGHTS, Line, read_lines
 
 #: Requests that are rebuilt at their positions together.
-_AT_ONCE = 2000
+_AT_ONCE = 1000
 #: Hours by which the clocks of two time zones differ.
 _ZONES = [step / 2 for step in range(-28, 29) if step]
 #: Names of causes that are no faults of the code.
@@ -117,7 +117,6 @@ class Audit:
 
     def __call__(self, requests: Path) -> Report:
         """Returns what is found in a folder or a file of logged requests."""
-
         report, config = self.report, self._rebuild.config
 
         def read() -> Iterator[Asked]:
@@ -202,15 +201,15 @@ class Audit:
 
     def _find_zones(self, asked: list[Asked], causes: list[dict[str, str]]) -> None:
         """Rebuilds some requests at the times of other time zones."""
-        for i, own in enumerate(causes):
-            if self._examples and any(not own[name] for name in own if self._is_of_events(name)):
-                self._examples -= 1
-                shifted = [asked[i]._replace(now=asked[i].now + 3600 * hours) for hours in _ZONES]
-                for hours, (one, rebuilt) in zip(_ZONES, self._rebuild(shifted.copy), strict=True):
-                    if not any(map(self._is_of_events, self._differing(one, rebuilt))):
-                        zone = f"time zone: times of events are {-hours:+g} h from the log's"
-                        self._mark(zone, own, one, rebuilt, self._is_of_events)
-                        break
+        chosen = [i for i, own in enumerate(causes) if any(not own[name] for name in own if self._is_of_events(name))]
+        chosen = chosen[: self._examples]
+        self._examples -= len(chosen)
+        tried = [(i, hours) for i in chosen for hours in _ZONES]
+        shifted = [asked[i]._replace(now=asked[i].now + 3600 * hours) for i, hours in tried]
+        for (i, hours), (one, rebuilt) in zip(tried, self._rebuild(shifted.copy), strict=True):
+            if not any(map(self._is_of_events, self._differing(one, rebuilt))):
+                zone = f"time zone: times of events are {-hours:+g} h from the log's"
+                self._mark(zone, causes[i], one, rebuilt, self._is_of_events)
 
     def _mark(
         self, cause: str, own: dict[str, str], one: Asked, rebuilt: Rebuilt, is_concerned: Callable[[str], bool]

@@ -42,7 +42,7 @@ def test_a_line_has_what_the_model_has_read(exported, stateful, logged, tmp_path
     for line, scores in zip(lines, told, strict=True):
         assert json.loads(bytes(line.request)) == request()
         np.testing.assert_array_equal(np.float32(line.scores), np.float32(scores))
-        assert (line.now, line.position, line.available, line.version) == (NOW + 60, 0, True, None)
+        assert (line.now, line.position, line.available, line.version) == (NOW + 60, 1, True, None)
         assert (line.model.artifact, line.model.run) == (stateful.identity, "run")
         assert line.model.output == "logits" and len(line.model.checkpoint) == 16
         assert line.features == digests(filled, stateful.reader)
