@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-import msgspec
 import numpy as np
 
 from jfi.serving.schema import KINDS, LATEST, LONGEST_TEXT, Field, id_schema
@@ -50,6 +49,8 @@ class LogRows:
         users: `[N]` texts of the users' ids.
         records: `[N]`, of EventLayout; the numbers of texts are 0.
         texts: by column of texts the value of each row, `[N]`; of lists `[N * size]`.
+        lacking: columns that the rows do not have; the state's items and users have them, see
+            `jfi.state.columns.complete`.
         labels: `[N]` float32, NaN for none.
         in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
@@ -59,6 +60,7 @@ class LogRows:
     users: list[str]
     records: np.ndarray
     texts: dict[str, list[str | None]]
+    lacking: list[str]
     labels: np.ndarray
     in_history: np.ndarray
     sessions: np.ndarray
@@ -104,16 +106,16 @@ class EventReader:
         self._session = None if settings is None else settings.session
         if self._session is not None:
             own.append(self._session)
-        label = log.label if settings is not None else None  # only statistics read labels
-        if label is not None or log.history is not None:
+        if log.label is not None or log.history is not None:
             from jfi.state.meaning import Meaning  # only rules need pyarrow
 
-            self._meaning = Meaning(msgspec.structs.replace(log, label=label))
+            self._meaning = Meaning(log)
             own += self._meaning.of_history
         for name in (*own, *([log.event_id] if log.event_id else [])):
             self._kinds.setdefault(name, "category")
-        #: Names of the columns that each row has.
-        self.required = list(dict.fromkeys(own))
+        known = {one.name for one in (*layout.info.items, *layout.info.users)}
+        #: Names of the columns that each row has; what the state has of items and users is not needed.
+        self.required = [name for name in dict.fromkeys(own) if name not in known]
         #: Names of those that all rows of a body have or none.
         self.optional = [name for name in self._kinds if name not in self.required]
 
@@ -166,7 +168,10 @@ class EventReader:
         records = np.zeros(count, self.layout.dtype)
         records[TIME] = self._times(columns[log.time], place)
         found: dict[str, list[str | None]] = {}
+        lacking = [name for name in self.layout.columns if name not in columns]
         for name, column in self.layout.columns.items():
+            if name in lacking:
+                continue
             values = values_of(column, columns[name], place)
             if isinstance(values, tuple):
                 found[name] = _first_texts(*values, column.size)
@@ -192,7 +197,7 @@ class EventReader:
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(texts(Field(self._session, "category"), columns[self._session], place))
-        return LogRows(users, records, found, labels, in_history, sessions, place)
+        return LogRows(users, records, found, lacking, labels, in_history, sessions, place)
 
     def _times(self, values: Values, place: Place) -> np.ndarray:
         """`[N]` float64 seconds."""
