@@ -23,7 +23,7 @@ from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
-_INFO = b"m"
+_INFO, _POSITION = b"m", b"p"
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class UserState:
             raise StateError(f"the state {what}; load it by `jfi state load` of a run with that `data.max_history`")
         if schema.statistics is not None:
             _check_statistics(info.statistics, comparable(schema.statistics, schema))
+        #: Rows of the log that the state has, as of the last read or write.
+        self.position = 0
         #: Numbers and texts that were read.
         self._cache = Cache()
         self._ids = ModelIds(self.layout, schema, reader.known, self.texts)
@@ -113,12 +115,15 @@ class UserState:
         """
         results: list[Added | BadRequestError] = []
         new: dict[str, dict[str | None, int]] = {}
+        end = 0
 
         def change(get: Get) -> Changes:
+            nonlocal end
             results.clear()
             new.clear()
             users = list(dict.fromkeys(user for events in bodies for user in events.users))
-            self._check_info(get([_INFO])[0])
+            info, position = get([_INFO, _POSITION])
+            self._check_info(info)
             now, names = UserRows(self.layout, get, users), Dictionaries(get, self._cache)
             counted: list[tuple[LogRows, Chosen]] = []
             for given in bodies:
@@ -134,10 +139,14 @@ class UserState:
             if self.counters is not None and counted:
                 changes |= self.counters.changes(get, counted, self._ids)
             new.update(names.new)
+            end = _integer(position) + sum(len(chosen.kept) for _, chosen in counted)
+            if end > _integer(position):
+                changes[_POSITION] = end.to_bytes(8, "little")
             return changes | now.changes() | names.changes()
 
         self.store.update(change)
         self._cache.keep(new)
+        self.position = end
         return results
 
     def _late(self, events: LogRows, row: int, now: UserRows) -> BadRequestError:
@@ -188,9 +197,11 @@ class UserState:
         """
         keys = [[] if one.stored is None else self._keys(one.stored) for one in requests]
         values: Sequence[bytes | None] = [None] * sum(map(len, keys))
+        position = 0
         if any(one.stored is not None for one in requests) and is_available:
-            info, *values = self.store.get([_INFO, *chain.from_iterable(keys)])
+            info, found, *values = self.store.get([_INFO, _POSITION, *chain.from_iterable(keys)])
             self._check_info(info)
+            self.position = position = _integer(found)
         rest = iter(values)
         found = [
             one if one.stored is None else self._filled(one, [*islice(rest, len(own))])
@@ -198,7 +209,7 @@ class UserState:
         ]
         asked = [one.stored for one in found if one.stored is not None]
         for stored in asked:
-            stored.is_available = is_available
+            stored.is_available, stored.position = is_available, position
         if self.reader.schema.statistics is None or not asked or not is_available:
             return found
         statistics = iter(self.counters.read(self.store.get, asked))
@@ -252,6 +263,10 @@ class UserState:
             else:
                 found[role] = np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)
         return tuple(found.values())
+
+
+def _integer(value: bytes | None) -> int:
+    return int.from_bytes(value or b"", "little")
 
 
 def _decoded(found: bytes | None) -> StateInfo:
