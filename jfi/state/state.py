@@ -35,7 +35,7 @@ from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
-_INFO = b"m"
+_INFO, _POSITION = b"m", b"p"
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,6 @@ class UserState:
         if not found:
             return None
         return Added(*(sum(getattr(one, name) for one in found) for name in ("added", "repeated", "late")))
-
-    def cursor(self) -> bytes | None:
-        """Returns what the state was fed last."""
-        return self.store.get([CURSOR])[0]
 
     def _update(self, change: Callable[[Get, Dictionaries], tuple[int, Changes]]) -> None:
         """Writes what `change` returns, with the numbers of new texts and the rows by which the position grows."""
@@ -345,6 +341,10 @@ class UserState:
             else:
                 found[role] = np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)
         return tuple(found.values())
+
+
+def _integer(value: bytes | None) -> int:
+    return int.from_bytes(value or b"", "little")
 
 
 def _decoded(found: bytes | None) -> StateInfo:
