@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jfi.cli.state import own_state
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.request_log import RequestLog
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.state.outbox import PartWriter
 from jfi.state.retention import DAY, Retention
@@ -93,7 +94,7 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.server").addFilter(without_traceback)
     logging.getLogger("asyncio").addFilter(once_a_minute())
-    if options.log_requests:
+    if options.access_log:
         logging.getLogger("jfi.serving").setLevel(logging.INFO)
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
     load, follower, tasks = partial(load_artifact, options, store), None, []
@@ -106,6 +107,9 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
         tasks.append(Feed(options.feed).run)
     if options.follow is not None:
         follower = Follower(options.follow, load, options.tables_device, options.at)
+    log = None
+    if options.log_requests is not None:
+        log = partial(RequestLog, options.log_requests, options.share or 0.01, options.log_requests_mb << 20)
     app = make_app(
         load(options.artifact) if follower is None else follower.start(),
         max_batch=options.max_batch,
@@ -120,6 +124,7 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
         tokens=options.tokens,
         tasks=tasks,
         feed=options.feed,
+        log=log,
     )
 
     async def run_until_signal() -> None:
@@ -141,6 +146,8 @@ def main(options: argparse.Namespace) -> None:
         raise InputError(f"jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'")
     if options.at is not None and options.follow is None:
         raise InputError("--at is a version of --follow FOLDER")
+    if options.log_requests is None and options.share is not None:
+        raise InputError("--share is a part of --log-requests FOLDER")
     if options.follow is not None and not options.follow.is_dir():
         raise ArtifactError(f"--follow {options.follow}: no such folder")
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.

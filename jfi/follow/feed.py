@@ -85,7 +85,7 @@ class Feed:
         if not state.store.hold("feed"):
             self._is_first = True
             return False
-        found = state.cursor()
+        (found,) = state.store.get([CURSOR])
         with finding_damage("what it was fed last"):
             cursor = Cursor("", -1) if found is None else msgspec.json.decode(found, type=Cursor)
         if self._is_first:

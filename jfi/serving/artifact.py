@@ -82,6 +82,7 @@ class Info(Format):
         limits: the defaults of the server's limits.
         schema: of requests, without the vocabularies.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
+        checkpoint: fingerprint of the run's parameters that are served as they are; None for others.
     """
 
     run: str | None
@@ -99,6 +100,7 @@ class Info(Format):
     limits: Limits
     schema: Schema
     calibration: list[tuple[float, float]] | None
+    checkpoint: str | None = None
 
 
 def read(path: Path, sha256: Collection[str] | None = None) -> tuple[Info, dict[str, str]]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.published import Change
+from jfi.serving.request_log import Served
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema, empty_request
 from jfi.serving.tables import Tables, load_tables
@@ -151,6 +153,7 @@ class Scorer:
         #: The constants of the package; None for those of the artifact.
         self._constants: dict[str, Tensor] | None = None
         self.identity = artifact.identity(path)
+        self.served = Served(self.identity, info.run, info.checkpoint, output)
         #: Number of the published version that scores, see `jfi.serving.published`; None of an artifact alone.
         self.version: int | None = None
         #: False from the begin of a change to its end: while it runs, and after one that could not be undone.
@@ -198,7 +201,6 @@ class Scorer:
             for table, (rows, _, ids) in change.rows.items()
             if ids is not None
         }
-
         own = {table: (rows, values, rows_of_ids.get(table)) for table, (rows, values, _) in change.rows.items()}
         largest = change.largest_ids()
 
@@ -227,6 +229,7 @@ class Scorer:
         self.tables, self._constants = tables, constants
         for table, own in rows.items():
             tables.write_rows(table, *own)
+        self.served = msgspec.structs.replace(self.served, checkpoint=None if constants else self.info.checkpoint)
         self.version, self.is_whole = version, True
 
     def apply(self, change: Change) -> None:
@@ -244,8 +247,10 @@ class Scorer:
         if not self.is_whole:
             raise RuntimeError(f"a change of version {self.version} has failed; its model answers no more")
         for request in requests:
-            request.version = self.version
-        requests = self._with_stored(requests)
+            request.version, request.model = self.version, self.served
+        given, requests = requests, self._with_stored(requests)
+        for request, whole in zip(given, requests, strict=True):
+            request.filled = None if whole is request else whole
         if not self.info.padded:
             return self._score(requests)
         answers = {}

@@ -28,12 +28,14 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from jfi.serving.request_log import RequestLog
 from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import NotFiniteError, Scorer
 from jfi.serving.server.admission import Admission, Bodies, Connections, OverloadedError, Pace, Runner
@@ -62,6 +64,9 @@ _WRITER = web.AppKey("writer", EventWriter)
 _TOKENS = web.AppKey("tokens", Tokens)
 #: What runs beside the answers until it is cancelled.
 Task = Callable[[Live, Metrics], Awaitable[None]]
+_LOG = web.AppKey[RequestLog | None]("log", RequestLog)
+#: The id of the request that is answered.
+_NAME: ContextVar[str] = ContextVar("id")
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
 
@@ -82,6 +87,7 @@ def make_app(
     tasks: Sequence[Task] = (),
     feed: Path | None = None,
     tokens: Path | None = None,
+    log: Callable[[Callable[[str, int], None]], RequestLog] | None = None,
 ) -> web.Application:
     """The application, which `run` serves.
 
@@ -99,6 +105,7 @@ def make_app(
         tasks: run while it serves, such as what writes the log; they are cancelled after the last event is written.
         feed: folder that the state is fed from; events are not taken otherwise then.
         tokens: a file of callers' tokens; None answers all.
+        log: opens a log of requests, given what counts its lines; None without one.
 
     Raises:
         InputError: the file of tokens is malformed.
@@ -122,6 +129,7 @@ def make_app(
         metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
         retention = None if scorer.state is None else scorer.state.retention
+        app[_LOG] = None if log is None else log(metrics.logged_lines)
         del scorer  # an artifact in use is held by Live alone, which releases it for another
         own = [*tasks, *([] if follower is None else [follower.run])]
         if retention is not None and (retention.quota is not None or retention.seconds < math.inf):
@@ -133,6 +141,8 @@ def make_app(
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await app[LIVE].close()
+        if app[_LOG] is not None:
+            await asyncio.to_thread(app[_LOG].close)
 
     async def score(request: web.Request) -> web.Response:
         start = time.perf_counter()
@@ -146,6 +156,8 @@ def make_app(
                 answer["version"] = scored.version
             if scored.stored is not None:
                 answer["state"] = scored.stored.answer()
+        if app[_LOG] is not None:
+            app[_LOG].add(_NAME.get(), body, scores, scored, app[LIVE].now.scorer.reader)
         metrics.request_seconds.observe(time.perf_counter() - start)
         return json_response(answer)
 
@@ -287,6 +299,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     metrics, start = request.app[_METRICS], time.perf_counter()
     given = request.headers.get("X-Request-ID", "")
     name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+    _NAME.set(name)
     # Of what clients make up nothing may become a label: each value would be kept.
     path = "other" if request.match_info.http_exception is not None else request.match_info.route.resource.canonical
     request.protocol.begin()

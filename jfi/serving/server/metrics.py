@@ -61,7 +61,15 @@ class Metrics:
         self.version_published = Gauge("jfi_version_published_seconds", "When it was published, since 1970.", **own)
         refused = "1 while a newer published version is missing or refused."
         self.version_refused = Gauge("jfi_version_refused", refused, **own)
+        described = "Requests for the log of requests, by what became of them."
+        self.logged = Counter("jfi_logged_requests_total", described, ["result"], **own)
+        for result in ("written", "dropped"):
+            self.logged.labels(result)
         self.artifact = Info("jfi_artifact", "The artifact that answers.", **own)
+
+    def logged_lines(self, result: str, count: int) -> None:
+        """Records what became of lines of the log of requests."""
+        self.logged.labels(result).inc(count)
 
     def called(self, requests: int, candidates: int, seconds: float) -> None:
         """Records a call of the model."""
