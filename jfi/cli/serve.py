@@ -121,10 +121,10 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
         body_seconds=options.body_seconds,
         deadline=options.deadline_ms / 1e3,
         follower=follower,
-        tokens=options.tokens,
+        log=log,
         tasks=tasks,
         feed=options.feed,
-        log=log,
+        tokens=options.tokens,
     )
 
     async def run_until_signal() -> None:
