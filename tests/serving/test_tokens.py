@@ -154,7 +154,7 @@ def test_the_command_reads_the_file_and_warns_of_one_that_all_may_read(exported,
         code, text = said("serve", capsys, "--artifact", exported.path, "--tokens", file)
         assert code == 2 and why in text and text.count("\n") == 1
     path.chmod(0o644)
-    options = "--artifact", exported.path, "--tokens", path, "--log-requests"
+    options = "--artifact", exported.path, "--tokens", path, "--access-log"
     with server(*options) as (process, address):
         for token, status in ((READ, 200), ("unknown-0123456789", 401)):
             one = urllib.request.Request(f"{address}/health", headers={"Authorization": f"Bearer {token}"})
