@@ -22,7 +22,7 @@ from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.validation import LONGEST_ID, BadRequestError
 from jfi.state.events import EventReader, Given, LogRows
-from jfi.state.layout import TIME, Column
+from jfi.state.layout import CURSOR, TIME, Column
 from jfi.state.outbox import Cursor, info_of
 from jfi.state.state import Added, UserState
 from jfi.state.stores import finding_damage
@@ -84,7 +84,7 @@ class Feed:
         if not state.store.hold("feed"):
             self._is_first = True
             return False
-        found = state.cursor()
+        (found,) = state.store.get([CURSOR])
         with finding_damage("what it was fed last"):
             cursor = Cursor("", -1) if found is None else msgspec.json.decode(found, type=Cursor)
         if self._is_first:

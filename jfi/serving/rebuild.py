@@ -276,7 +276,7 @@ def _plain(value: Any, kind: pa.DataType) -> object:
 def _in_unit(times: list[float], unit: str) -> np.ndarray:
     """Returns numbers that training reads as these times in seconds, as far as there are some."""
     seconds = np.array(times, np.float64)
-    found, scale = seconds * PER_SECOND[unit], PER_SECOND[unit]
+    found, many = seconds * PER_SECOND[unit], PER_SECOND[unit]
     for other in (np.nextafter(found, -np.inf), np.nextafter(found, np.inf)):
-        found = np.where((found / scale != seconds) & (other / scale == seconds), other, found)
+        found = np.where((found / many != seconds) & (other / many == seconds), other, found)
     return found

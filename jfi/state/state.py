@@ -182,10 +182,6 @@ class UserState:
             return None
         return Added(*(sum(getattr(one, name) for one in found) for name in ("added", "repeated", "late")))
 
-    def cursor(self) -> bytes | None:
-        """Returns what the state was fed last."""
-        return self.store.get([CURSOR])[0]
-
     def _update(self, change: Callable[[Get, Dictionaries], tuple[int, Changes]]) -> None:
         """Writes what `change` returns, with the numbers of new texts and the rows by which the position grows."""
         new: dict[str, dict[str | None, int]] = {}

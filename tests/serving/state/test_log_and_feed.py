@@ -29,7 +29,7 @@ from jfi.state.stores import LmdbStore, StateError
 
 from ..test_server import samples, serve
 from .conftest import EVENT, NOW, added, answer, asked
-from .test_requests_by_id import by_id  # noqa: F401
+from .test_requests_by_id import by_id, learnt  # noqa: F401
 from .test_state_statistics import CASES, COUNT, KINDS, Replay, log  # noqa: F401
 
 CASES = {name: CASES[name] for name in ("labels", "history", "session", "implicit")}
@@ -422,6 +422,8 @@ def test_columns_that_rows_do_not_carry_are_those_of_the_state(by_id, tmp_path):
             assert [row[name] for row in found] == [user[n % 10][name] for n in range(9)]
         elif name != "rating":
             assert [row[name] for row in found] == [items[n].get(name) for n in range(9)], name
+    for name in ("brand", "kind", "slot"):
+        assert [row[name] for row in found] == [items[n][name] for n in range(9)]
     with closing(LmdbStore(tmp_path / "plain", create=True)) as other:
         other.put(store.scan(b"I"))
         other.put(pair for key in (b"t", b"n", b"c", b"d") for pair in store.scan(key))
@@ -436,7 +438,7 @@ def test_columns_that_rows_do_not_carry_are_those_of_the_state(by_id, tmp_path):
             assert a[-1:].tobytes() == b[-1:].tobytes()
 
 
-def test_a_server_writes_its_log_and_another_is_fed_from_it(exported, store, stateful, tmp_path):
+def test_a_server_writes_its_log_and_another_is_fed_from_it(exported, store, tmp_path):
     (folder := tmp_path / "log").mkdir()
     settings = StateSettings(store, max_events=20, is_logged=True)
     scorer = Scorer(exported.path, state=settings)
