@@ -291,6 +291,13 @@ def _state_options(parser: OptionParser) -> None:
     parser.add_argument("--late-seconds", type=at_least_zero, default=86400.0, help=late)
     parser.add_argument("--max-events", type=at_least_one, default=10_000, help="events of a body of POST /events")
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
+    log = parser.add_mutually_exclusive_group()
+    parts = "folder of Parquet parts that events are written to, for `jfi train --follow`"
+    log.add_argument("--log", type=Path, metavar="FOLDER", help=parts)
+    feed = "folder of Parquet parts that others write, which the state is fed from in place of POST /events"
+    log.add_argument("--feed", type=Path, metavar="FOLDER", help=feed)
+    parser.add_argument("--log-rows", type=at_least_one, default=100_000, help="rows after which a part is written")
+    parser.add_argument("--log-seconds", type=at_least_zero, default=10.0, help="that a row waits for its part")
 
 
 def audit() -> OptionParser:

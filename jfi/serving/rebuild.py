@@ -19,7 +19,7 @@ from jfi.data.prepared.stages.column_files import new_map
 from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.history_policies import Policy
 from jfi.serving.request_log import LENGTH, WEIGHTS, Line, digest, user_of
-from jfi.utils.encoding import SECONDS, text_of
+from jfi.utils.encoding import PER_SECOND, text_of
 from jfi.utils.files import temporary_folder
 from jfi.utils.jagged import ranges
 
@@ -276,7 +276,7 @@ def _plain(value: Any, kind: pa.DataType) -> object:
 def _in_unit(times: list[float], unit: str) -> np.ndarray:
     """Returns numbers that training reads as these times in seconds, as far as there are some."""
     seconds = np.array(times, np.float64)
-    found = seconds / SECONDS[unit]
+    found, scale = seconds * PER_SECOND[unit], PER_SECOND[unit]
     for other in (np.nextafter(found, -np.inf), np.nextafter(found, np.inf)):
-        found = np.where((found * SECONDS[unit] != seconds) & (other * SECONDS[unit] == seconds), other, found)
+        found = np.where((found / scale != seconds) & (other / scale == seconds), other, found)
     return found

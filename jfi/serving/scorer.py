@@ -60,12 +60,14 @@ class StateSettings:
         cold_if_unavailable: whether a request is scored without events if the store does not answer.
         max_late: seconds that an event may be older than its user's newest one.
         max_events: most events of a body.
+        is_logged: as of UserState.
     """
 
     store: Store
     cold_if_unavailable: bool = False
     max_late: float = 86400.0
     max_events: int = 10_000
+    is_logged: bool = False
 
 
 class Scorer:
@@ -124,7 +126,7 @@ class Scorer:
         #: The events of users, and what reads those that are sent for them; both None without a state.
         self.state = self.events = None
         if state is not None:
-            self.state = _naming(path, lambda: UserState(state.store, self.reader, state.max_late))
+            self.state = _naming(path, lambda: UserState(state.store, self.reader, state.max_late, state.is_logged))
             self.events = EventReader(self.state.layout, state.max_events)
         device = torch.device(tables_device or info.device)
         self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)

@@ -24,9 +24,10 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -60,6 +61,8 @@ _WRITER = web.AppKey("writer", EventWriter)
 _LOG = web.AppKey[RequestLog | None]("log", RequestLog)
 #: The id of the request that is answered.
 _NAME: ContextVar[str] = ContextVar("id")
+#: What runs beside the answers until it is cancelled.
+Task = Callable[[Live, Metrics], Awaitable[None]]
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
 
@@ -78,6 +81,8 @@ def make_app(
     deadline: float = 5.0,
     follower: Follower | None = None,
     log: Callable[[Callable[[str, int], None]], RequestLog] | None = None,
+    tasks: Sequence[Task] = (),
+    feed: Path | None = None,
 ) -> web.Application:
     """The application, which `run` serves.
 
@@ -93,6 +98,8 @@ def make_app(
         deadline: seconds that a request may wait until a call of the model begins.
         follower: keeps it at the newest published version, which each answer names; `scorer` is what it started.
         log: opens a log of requests, given what counts its lines; None without one.
+        tasks: run while it serves, such as what writes the log; they are cancelled after the last event is written.
+        feed: folder that the state is fed from; events are not taken otherwise then.
     """
     admission, metrics = Admission(queue), Metrics()
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
@@ -112,12 +119,13 @@ def make_app(
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
         app[_LOG] = None if log is None else log(metrics.logged_lines)
         del scorer  # an artifact in use is held by Live alone, which releases it for another
-        following = None if follower is None else asyncio.create_task(follower.run(live, metrics))
+        own = [*tasks, *([] if follower is None else [follower.run])]
+        running = [asyncio.create_task(task(live, metrics)) for task in own]
         yield
-        if following is not None:
-            following.cancel()
-            await asyncio.wait([following])
         await app[_WRITER].close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await app[LIVE].close()
         if app[_LOG] is not None:
             await asyncio.to_thread(app[_LOG].close)
@@ -164,7 +172,7 @@ def make_app(
     }
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
-        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline)
+        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed)
     app.add_routes(routes)
     return app
 

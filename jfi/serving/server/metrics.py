@@ -42,6 +42,13 @@ class Metrics:
         self.stored = Counter("jfi_state_requests_total", described, ["found"], **own)
         for found in ("events", "none", "unavailable"):
             self.stored.labels(found)
+        self.log_waiting = Gauge("jfi_log_waiting_rows", "Rows that are in no part of --log yet.", **own)
+        self.log_written = Counter("jfi_log_written_rows_total", "Rows in parts of --log.", **own)
+        self.log_failures = Counter("jfi_log_failures_total", "Times that no part could be written.", **own)
+        self.feed = Counter("jfi_feed_rows_total", "Rows of --feed, by what became of them.", ["result"], **own)
+        for result in ("added", "repeated", "late"):
+            self.feed.labels(result)
+        self.feed_stopped = Gauge("jfi_feed_stopped", "1 while a fault stops --feed.", **own)
         described = "Published versions that the server has found, by what became of them."
         self.versions = Counter("jfi_versions_total", described, ["result"], **own)
         for result in ("applied", "refused"):
@@ -73,6 +80,11 @@ class Metrics:
             self.events.labels("repeated").inc(result.repeated)
         else:
             self.events.labels("refused" if isinstance(result, BadRequestError) else "failed").inc(count)
+
+    def fed(self, added: Added) -> None:
+        """Records what became of rows of --feed."""
+        for result in ("added", "repeated", "late"):
+            self.feed.labels(result).inc(getattr(added, result))
 
     def read_stored(self, stored: Lookup) -> None:
         """Records what a request has found in the state of users."""

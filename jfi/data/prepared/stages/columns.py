@@ -18,7 +18,7 @@ from jfi.data.prepared.stages.splits import SPLITS, count_training
 from jfi.data.schema.columns import CodedColumn, Dictionary
 from jfi.data.schema.schema import Entity
 from jfi.events.events import SortedEvents
-from jfi.utils.encoding import CROSSED, LARGEST_NUMBER, SECONDS
+from jfi.utils.encoding import CROSSED, LARGEST_NUMBER, PER_SECOND
 from jfi.utils.jagged import blocks
 
 
@@ -212,7 +212,7 @@ def read_engagement(columns: Columns) -> Engagement | None:
     )
     numbers = None if config.dwell is None else columns.numbers(config.dwell, "event")
     for begin, end in blocks(count):
-        part = np.nan if numbers is None else np.asarray(numbers[begin:end]) * SECONDS[config.dwell_unit]
+        part = np.nan if numbers is None else np.asarray(numbers[begin:end]) / PER_SECOND[config.dwell_unit]
         dwell[begin:end] = np.clip(part, -LARGEST_NUMBER, LARGEST_NUMBER)
     surface[:], names = 0, [ONLY_SURFACE]
     if config.surface is not None:
