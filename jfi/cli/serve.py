@@ -121,9 +121,9 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
         body_seconds=options.body_seconds,
         deadline=options.deadline_ms / 1e3,
         follower=follower,
-        log=log,
         tasks=tasks,
         feed=options.feed,
+        log=log,
         tokens=options.tokens,
     )
 

@@ -62,11 +62,11 @@ _CONNECTIONS = web.AppKey("connections", Connections)
 _FAULTS, _PROBES = web.AppKey("faults", Pace), web.AppKey("probes", Pace)
 _WRITER = web.AppKey("writer", EventWriter)
 _TOKENS = web.AppKey("tokens", Tokens)
+#: What runs beside the answers until it is cancelled.
+Task = Callable[[Live, Metrics], Awaitable[None]]
 _LOG = web.AppKey[RequestLog | None]("log", RequestLog)
 #: The id of the request that is answered.
 _NAME: ContextVar[str] = ContextVar("id")
-#: What runs beside the answers until it is cancelled.
-Task = Callable[[Live, Metrics], Awaitable[None]]
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
 
@@ -84,9 +84,9 @@ def make_app(
     pace: float = 200.0,
     deadline: float = 5.0,
     follower: Follower | None = None,
-    log: Callable[[Callable[[str, int], None]], RequestLog] | None = None,
     tasks: Sequence[Task] = (),
     feed: Path | None = None,
+    log: Callable[[Callable[[str, int], None]], RequestLog] | None = None,
     tokens: Path | None = None,
 ) -> web.Application:
     """The application, which `run` serves.
@@ -102,9 +102,9 @@ def make_app(
         pace: as of Pace.
         deadline: seconds that a request may wait until a call of the model begins.
         follower: keeps it at the newest published version, which each answer names; `scorer` is what it started.
-        log: opens a log of requests, given what counts its lines; None without one.
         tasks: run while it serves, such as what writes the log; they are cancelled after the last event is written.
         feed: folder that the state is fed from; events are not taken otherwise then.
+        log: opens a log of requests, given what counts its lines; None without one.
         tokens: a file of callers' tokens; None answers all.
 
     Raises:
