@@ -49,7 +49,7 @@ class PartInfo(msgspec.Struct, frozen=True):
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """What a state was fed last.
+    """Describes what a state was fed last.
 
     Args:
         part: name of the part, "" before the first one.
