@@ -116,6 +116,7 @@ def main() -> None:
         size = sum(file.stat().st_size for file in (folder / "requests").iterdir())
         row = {"suite": "serving_audit", "case": f"{len(rows):,} requests of 3 candidates", "candidates": 3}
         row |= {"serve_cpu_seconds": seconds, **counts, "log_bytes": size, **audit(folder)}
+    row["features"] = {name: one["requests"] for name, one in row["features"].items()}
     where = report.environment(torch.device("cpu"), Rates(), None)
     report.write(options.out, "serving_audit", where, [row])
     print(json.dumps(row, indent=1))

@@ -35,7 +35,7 @@ from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
-_INFO, _POSITION = b"m", b"p"
+_INFO = b"m"
 
 
 @dataclass(frozen=True)
@@ -341,10 +341,6 @@ class UserState:
             else:
                 found[role] = np.where(np.abs(values) <= LARGEST_NUMBER, values, np.nan)
         return tuple(found.values())
-
-
-def _integer(value: bytes | None) -> int:
-    return int.from_bytes(value or b"", "little")
 
 
 def _decoded(found: bytes | None) -> StateInfo:
