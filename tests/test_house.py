@@ -22,7 +22,7 @@ BUDGET = {
     "modules": 2531,
     "ops": 2119,
     "semantic_ids": 1759,
-    "serving": 6086,
+    "serving": 6078,
     "state": 3540,
     "table1": 1135,
     "tables": 3175,

@@ -59,10 +59,9 @@ class StateSettings:
     Args:
         store: of the state.
         cold_if_unavailable: whether a request is scored without events if the store does not answer.
-        max_late: seconds that an event may be older than its user's newest one.
+        max_late, is_logged: as of UserState.
         max_events: most events of a body.
         retention: which rows of users are taken and kept.
-        is_logged: as of UserState.
     """
 
     store: Store

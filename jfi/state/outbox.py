@@ -43,7 +43,7 @@ Body = dict[str, list]
 
 
 class Cursor(msgspec.Struct, frozen=True):
-    """What a state was fed last.
+    """Describes what a state was fed last.
 
     Args:
         part: name of the part, "" before the first one.

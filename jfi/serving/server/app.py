@@ -131,7 +131,7 @@ def make_app(
         retention = None if scorer.state is None else scorer.state.retention
         app[_LOG] = None if log is None else log(metrics.logged_lines)
         del scorer  # an artifact in use is held by Live alone, which releases it for another
-        own = [*tasks, *([] if follower is None else [follower.run])]
+        own = [*tasks] if follower is None else [*tasks, follower.run]
         if retention is not None and (retention.quota is not None or retention.seconds < math.inf):
             own.append(app[_WRITER].expire)
         running = [asyncio.create_task(task(live, metrics)) for task in own]
@@ -162,28 +162,21 @@ def make_app(
         return json_response(answer)
 
     async def health(_: web.Request) -> web.Response:
-        now = app[LIVE].now.scorer
-        info = now.info
+        info = (now := app[LIVE].now.scorer).info
         artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
         artifact |= {"versions": info.versions, "tables": info.quantization}
-        inside = {"requests": admission.inside, "device": info.device}
-        inside["state"] = None if now.state is None else {"log_position": now.state.position}
+        state = None if now.state is None else {"log_position": now.state.position}
+        inside = {"requests": admission.inside, "device": info.device, "state": state}
         inside |= {} if follower is None else follower.health()
-        return web.json_response({"status": "ok", "artifact": artifact, **inside})
+        return web.json_response({"status": "ok", "artifact": artifact} | inside)
 
     async def show_metrics(_: web.Request) -> web.Response:
         metrics.artifact.info({"id": app[LIVE].now.scorer.identity})
-        headers = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
-        return web.Response(body=generate_latest(metrics.registry), headers=headers)
+        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     app.cleanup_ctx.append(running)
-    paths = {
-        "health": health,
-        "health/live": _alive,
-        "health/ready": _ready,
-        "schema": _schema,
-        "metrics": show_metrics,
-    }
+    paths = {"health": health, "health/live": _alive, "health/ready": _ready}
+    paths |= {"schema": _schema, "metrics": show_metrics}
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
         routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed)
