@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from jfi.events.groups import StatisticsSettings
-from jfi.serving.requests import Encoded, Request, RequestReader
+from jfi.serving.requests import Request, RequestReader
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of, write_columns
 from jfi.state.counters import StateCounters
@@ -28,7 +28,7 @@ from jfi.state.layout import (
     other_key,
     user_key,
 )
-from jfi.state.lookups import Lookup
+from jfi.state.lookups import Encoded, Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.outbox import entry
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
