@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass
 class Report:
-    """What an audit has found.
+    """Holds what an audit has found.
 
     Args:
         requests: in the log.
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is a request, and none differs for a cause in the code or the data of a server."""
+        """Returns whether there is a request, and none differs for a cause in the code or the data of a server."""
         return bool(self.compared) and not self.unexplained
 
     def lines(self) -> Iterator[str]:

@@ -60,7 +60,7 @@ def asked_of(line: Line, config: DataConfig) -> Asked | None:
 
 
 class Rebuilt:
-    """What the training code makes of a request.
+    """Gives what the training code makes of a request.
 
     Args:
         batch: has its rows.

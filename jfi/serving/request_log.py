@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from jfi.serving.schema import Served
 from jfi.utils.encoding import text_of
 from jfi.utils.errors import InputError
 from jfi.utils.files import by_number, writing_file
@@ -33,22 +34,6 @@ _FILE = 64 << 20
 _MOST, _MOST_BYTES = 4096, 32 << 20
 #: Seconds that lines gather before they are written, and that the end waits for the last ones.
 _GATHER, _END = 0.05, 10.0
-
-
-class Served(msgspec.Struct, frozen=True):
-    """Says what has scored a request.
-
-    Args:
-        artifact: its identity.
-        run: name of its run, or None.
-        checkpoint: fingerprint of the run's parameters; None where those that scored are others.
-        output: what a score is, of `jfi.serving.scorer.OUTPUTS`.
-    """
-
-    artifact: str
-    run: str | None
-    checkpoint: str | None
-    output: str
 
 
 class Line(msgspec.Struct):

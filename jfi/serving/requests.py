@@ -6,15 +6,14 @@ other fault is refused with its place: an unknown or missing field, a value of a
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
 
 from jfi.serving.history_policy import RequestPolicy
-from jfi.serving.request_log import Served
-from jfi.serving.schema import Field, Limits, Schema
+from jfi.serving.schema import Field, Limits, Schema, Served
 from jfi.serving.validation import (
     LATEST,
     LONGEST_ID,
@@ -36,7 +35,7 @@ from jfi.serving.validation import (
     texts,
 )
 from jfi.serving.vocabulary_tables import KnownValues
-from jfi.state.lookups import Lookup
+from jfi.state.lookups import Encoded, Lookup
 from jfi.utils.encoding import HashBuckets, HashedIds, age_buckets, cross, quantile_ids, standardize
 
 if TYPE_CHECKING:
@@ -80,16 +79,6 @@ class Request:
     version: int | None = None
     model: Served | None = None
     filled: "Request | None" = None
-
-
-@dataclass
-class Encoded:
-    """Fields of the user, of the candidates or of the events as the model reads them; numbers by the field's name."""
-
-    ids: dict[str, np.ndarray] = field(default_factory=dict)
-    counts: dict[str, np.ndarray] = field(default_factory=dict)
-    ages: np.ndarray | None = None
-    numbers: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class RequestReader:

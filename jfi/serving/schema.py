@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from jfi.events.groups import StatisticsSettings
 from jfi.utils.encoding import HashBuckets, HashedIds
@@ -174,3 +174,19 @@ def empty_request(fields: Mapping[str, Mapping[str, str]], codec: str | None = N
         row = {name: 0 if kind == "age" else None for name, kind in kinds.items()}
         found[part] = row if part == "user" else [row]
     return found
+
+
+class Served(Struct, frozen=True):
+    """Says what has scored a request.
+
+    Args:
+        artifact: its identity.
+        run: name of its run, or None.
+        checkpoint: fingerprint of the run's parameters; None where those that scored are others.
+        output: what a score is, of `jfi.serving.scorer.OUTPUTS`.
+    """
+
+    artifact: str
+    run: str | None
+    checkpoint: str | None
+    output: str

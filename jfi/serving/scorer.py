@@ -18,9 +18,8 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.published import Change
-from jfi.serving.request_log import Served
 from jfi.serving.requests import Request, RequestReader
-from jfi.serving.schema import Inputs, Limits, Schema, empty_request
+from jfi.serving.schema import Inputs, Limits, Schema, Served, empty_request
 from jfi.serving.tables import Tables, load_tables
 from jfi.state.events import EventReader
 from jfi.state.retention import KEEP_ALL, Retention

@@ -13,12 +13,12 @@ from typing import Literal
 
 import numpy as np
 
-from jfi.serving.requests import Encoded
 from jfi.serving.schema import Field
 from jfi.serving.validation import LONGEST_ID, BadRequestError, BodyType, fields_of, object_type
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import COLUMN_TYPES, Given, LogRows, values_of
 from jfi.state.layout import DTYPES, Column, EventLayout, StateInfo
+from jfi.state.lookups import Encoded
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
 from jfi.state.stores import Changes, Get, Updated, finding_damage
 from jfi.utils.encoding import standardize

@@ -1,9 +1,19 @@
-"""Describes what a request reads from the state of users."""
+"""Describes what a request reads from the state of users, and its fields as the model reads them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+
+@dataclass
+class Encoded:
+    """Fields of the user, of the candidates or of the events as the model reads them; numbers by the field's name."""
+
+    ids: dict[str, np.ndarray] = field(default_factory=dict)
+    counts: dict[str, np.ndarray] = field(default_factory=dict)
+    ages: np.ndarray | None = None
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from itertools import chain, islice
 import msgspec
 import numpy as np
 
-from jfi.serving.requests import Encoded, Request, RequestReader
+from jfi.serving.requests import Request, RequestReader
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of, write_columns
 from jfi.state.counters import StateCounters, check_statistics
@@ -17,7 +17,7 @@ from jfi.state.deletions import add_deletion
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
 from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, integer, user_key
-from jfi.state.lookups import Lookup
+from jfi.state.lookups import Encoded, Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.outbox import entry
 from jfi.state.retention import KEEP_ALL, USER_KEYS, Quota, Retention, expire, newer

@@ -170,13 +170,9 @@ def make_app(
         inside |= {} if follower is None else follower.health()
         return web.json_response({"status": "ok", "artifact": artifact} | inside)
 
-    async def show_metrics(_: web.Request) -> web.Response:
-        metrics.artifact.info({"id": app[LIVE].now.scorer.identity})
-        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
-
     app.cleanup_ctx.append(running)
     paths = {"health": health, "health/live": _alive, "health/ready": _ready}
-    paths |= {"schema": _schema, "metrics": show_metrics}
+    paths |= {"schema": _schema, "metrics": _show_metrics}
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
         routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed)
@@ -197,6 +193,12 @@ async def _ready(request: web.Request) -> web.Response:
         _log.warning("not ready: %r", error)
         return _error(503, "the model does not answer; see the server's log")
     return web.json_response({"status": "ok", "artifact": request.app[LIVE].now.scorer.identity})
+
+
+async def _show_metrics(request: web.Request) -> web.Response:
+    metrics = request.app[_METRICS]
+    metrics.artifact.info({"id": request.app[LIVE].now.scorer.identity})
+    return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 async def _schema(request: web.Request) -> web.Response:

@@ -17,9 +17,9 @@ from jfi.data.io.blocks import find_table
 from jfi.serving.audit import Audit
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.rebuild import Rebuilder
-from jfi.serving.request_log import RequestLog, Served
+from jfi.serving.request_log import RequestLog
 from jfi.serving.requests import BadRequestError, RequestReader
-from jfi.serving.schema import Limits
+from jfi.serving.schema import Limits, Served
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.state.load import fill
 from jfi.state.state import UserState, read_layout
