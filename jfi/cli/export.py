@@ -4,13 +4,13 @@ import argparse
 
 import torch
 
-from jfi.serving.dataset_schema import schema_of_model
+from jfi.cli.state import make_state, own_state, schema_of_run
 from jfi.serving.export import Export
 from jfi.serving.publish import publish_artifact
-from jfi.serving.schema import Limits, Schema
+from jfi.serving.schema import Limits
 from jfi.training import ConfigError
 from jfi.training.run.run_folder import RunFolder
-from jfi.training.run.saved_run import SavedRun, load_run
+from jfi.training.run.saved_run import load_run
 
 
 def main(options: argparse.Namespace) -> None:
@@ -51,11 +51,6 @@ def main(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(f"sha256 {sha256}")
-    if schema.statistics is not None:
-        print(f"data.statistics are read from a state of users: jfi state load --run {options.run} --state FOLDER")
-
-
-def schema_of_run(run: SavedRun) -> Schema:
-    """Returns the schema of the requests to a run's model."""
-    own = run.config.model
-    return schema_of_model(run.config.data, run.schema, run.model, own.pooling != "none", own.item_id)
+    if options.state != "none":
+        name = options.state or own_state(out if options.publish is None else None, options.publish)
+        make_state(str(name), run, options.run)

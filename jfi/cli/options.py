@@ -216,6 +216,9 @@ def export() -> OptionParser:
     parser.add_argument("--tables", choices=formats, default="float32", help="format of the embedding tables")
     parser.add_argument("--impl", choices=["triton", "torch"], help="kind of attention (default: triton on a GPU)")
     parser.add_argument("--max-candidates", type=at_least_one, default=MAX_CANDIDATES, help="limit per request")
+    state = "state of users to make of the run's log and tables, if it is not there, or none"
+    default = "(default: OUT.state, or the folder `state` of the versions, which `jfi serve` uses)"
+    parser.add_argument("--state", metavar="FOLDER|URL|none", help=f"{state} {default}")
     return parser
 
 
@@ -257,8 +260,9 @@ def serve() -> OptionParser:
 
 
 def _state_options(parser: OptionParser) -> None:
-    state = "folder or URL of `jfi state load`: events of users for requests without a history, and POST /events"
-    parser.add_argument("--state", metavar="FOLDER|URL", help=state)
+    state = "events of users and columns of items for requests by id, and POST /events; or none"
+    default = "(default: what `jfi export` has made, if it is there)"
+    parser.add_argument("--state", metavar="FOLDER|URL|none", help=f"{state} {default}")
     down = "where the state does not answer: a 503, or a score without events"
     parser.add_argument("--if-state-fails", choices=["refuse", "cold"], default="refuse", help=down)
     answer = "for an answer of a state on a server"

@@ -12,6 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from jfi.cli.state import own_state
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.state.stores import Store, open_store
@@ -33,10 +34,14 @@ def load_artifact(options: argparse.Namespace, store: Store | None, path: Path) 
 
 
 def open_state(options: argparse.Namespace) -> Store | None:
-    """Opens the store of the users' events, once for all artifacts that are served."""
-    if options.state is None:
+    """Opens the store of the state, once for all artifacts that are served; by default what `jfi export` has made."""
+    own, name = own_state(options.artifact, options.follow), options.state
+    if name is None and own.is_dir():
+        name = str(own)
+        print(f"state {name}", flush=True)
+    if name in (None, "none"):
         return None
-    return open_store(options.state, max_gb=options.state_gb, timeout=options.state_timeout_ms / 1e3)
+    return open_store(name, max_gb=options.state_gb, timeout=options.state_timeout_ms / 1e3)
 
 
 def known_sums(given: str | None) -> set[str] | None:
@@ -70,7 +75,8 @@ def most_connections(wanted: int) -> int:
     return min(wanted, max(soft - own, soft // 4))
 
 
-def serve(options: argparse.Namespace) -> None:
+def serve(options: argparse.Namespace, store: Store | None) -> None:
+    """Serves until a signal, with the state of a store."""
     from prometheus_client import disable_created_metrics
 
     from jfi.serving.server.app import make_app, once_a_minute, run, without_traceback
@@ -83,7 +89,7 @@ def serve(options: argparse.Namespace) -> None:
     if options.log_requests:
         logging.getLogger("jfi.serving").setLevel(logging.INFO)
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
-    load, follower = partial(load_artifact, options, open_state(options)), None
+    load, follower = partial(load_artifact, options, store), None
     if options.follow is not None:
         follower = Follower(options.follow, load, options.tables_device, options.at)
     app = make_app(
@@ -122,4 +128,9 @@ def main(options: argparse.Namespace) -> None:
         raise ArtifactError(f"--follow {options.follow}: no such folder")
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.
     gc.set_threshold(100_000)
-    serve(options)
+    store = open_state(options)
+    try:
+        serve(options, store)
+    finally:
+        if store is not None:
+            store.close()

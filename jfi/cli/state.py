@@ -17,10 +17,13 @@ from jfi.state.stores import (
     open_store,
     without_password,
 )
+from jfi.utils.errors import InputError
 from jfi.utils.files import writing_folder
 
 if TYPE_CHECKING:
     from jfi.data import DataConfig, DataSchema
+    from jfi.serving.schema import Schema
+    from jfi.training.run.saved_run import SavedRun
 
 #: Seconds for an answer of a server, which gives many users at a time here.
 _TIMEOUT = 60.0
@@ -34,22 +37,53 @@ def main(options: argparse.Namespace) -> None:
         raise OSError(f"the state of users: {error}") from None  # full or out of reach, and no fault of the input
 
 
-def _load(options: argparse.Namespace) -> None:
-    from jfi.cli.export import schema_of_run
-    from jfi.data import DataError
+def own_state(artifact: Path | None, versions: Path | None) -> Path:
+    """Returns the folder of the state that `jfi export` makes and `jfi serve` uses for an artifact or for versions."""
+    return artifact.with_name(f"{artifact.name}.state") if versions is None else versions / "state"
+
+
+def make_state(name: str, run: "SavedRun", run_dir: Path) -> None:
+    """Makes the state of an exported run, unless it is there; says why if the run's log cannot be read."""
+    shown = without_password(name)
+    if _is_there(name):
+        print(f"state {shown}: is there, and stays as it is")
+        return
+    try:
+        with _new_store(name, "--state", 256) as store:
+            users, events = _fill(store, run, run.config.data, None)
+        print(f"state {shown}: {events:,} events of {users:,} users")
+    except InputError as fault:  # such as tables that are gone
+        print(f"no state was made: {fault}; make one by `jfi state load --run {run_dir} --state {shown}`")
+
+
+def schema_of_run(run: "SavedRun") -> "Schema":
+    """Returns the schema of the requests to a run's model."""
+    from jfi.serving.dataset_schema import schema_of_model
+
+    own = run.config.model
+    return schema_of_model(run.config.data, run.schema, run.model, own.pooling != "none", own.item_id)
+
+
+def _fill(store: Store, run: "SavedRun", config: "DataConfig", interactions: str | None) -> tuple[int, int]:
     from jfi.state.load import fill
+
+    return fill(store, schema_of_run(run), config, run.schema, interactions)
+
+
+def _load(options: argparse.Namespace) -> None:
+    from jfi.data import DataError
     from jfi.training.run.saved_run import load_run
 
     run = load_run(_required(options, "run"), setting="--run")
     tables = {name: path for name in ("items", "users") if (path := getattr(options, name)) is not None}
-    config, schema = replace(run.config.data, **given_tables(options), **tables), schema_of_run(run)
+    config = replace(run.config.data, **given_tables(options), **tables)
     if tables and _is_there(options.state):
         if options.interactions is not None:
             raise StateError("--interactions: a state that is there gets events by POST /events; load a new one")
         return _load_tables(options.state, config, run.schema, {name.removesuffix("s") for name in tables})
     with _new_store(options.state, "--state", options.state_gb) as store:
         try:
-            users, events = fill(store, schema, config, run.schema, options.interactions)
+            users, events = _fill(store, run, config, options.interactions)
         except StateError as error:
             raise StateError(f"--run {options.run}: {error}") from None
         except DataError as fault:

@@ -101,7 +101,7 @@ class LiveCounters:
 
         Args:
             get: reads records by key.
-            events: in the order of their times.
+            events: in the order of `LiveRows.by_time`.
         """
         parts, changes = [], {}
         for index in self._indices(get, events, changes):

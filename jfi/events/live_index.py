@@ -78,6 +78,10 @@ class LiveRows:
 
         return LiveRows(**{name: part(one) for name, one in vars(self).items()})
 
+    def by_time(self) -> np.ndarray:
+        """Returns the order `[N]` in which events are counted, whatever order they came in: by time, user and item."""
+        return np.lexsort((self.order, self.user, self.time))
+
 
 class LiveIndex:
     """The records of the keys of some rows, with the rows themselves if these are events.

@@ -1,22 +1,33 @@
 """The rows of a part as a dataset: which of them count, and their histories and statistics of the past."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jfi.data import DataConfig, DataError, DataSchema, InteractionDataset
+from jfi.data.io.arrays import TEXT
 from jfi.data.io.blocks import read_table
 from jfi.data.io.paths import IN_MEMORY
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.follow.parts import Part, RefusedPart
-from jfi.follow.records import ANY, IN_HISTORY, number_users
 from jfi.follow.state import LogState
 from jfi.follow.statistics import CountedRows
 from jfi.history_policies import Policy
+from jfi.state.arrow import as_arrow
+from jfi.state.columns import ColumnLayout, complete
+from jfi.state.dictionaries import Dictionaries
+from jfi.state.events import LogRows
+from jfi.state.layout import TIME
+from jfi.state.table_rows import ANY
+from jfi.state.tables import write_first_rows
+from jfi.state.user_rows import Chosen, UserRows
 
+#: The column that tells whether a row is an event of histories.
+_IN_HISTORY = "jfi: in history"
 #: The split of a part's samples, which are scored, and then trained on.
 SAMPLES = "train"
 
@@ -27,9 +38,9 @@ class Counts:
 
     Args:
         rows: of the file, but for those that `data.null_ids: drop` leaves out.
-        repeated: left out, since a row with the same user, item and time was there.
-        too_old: left out, since they are further behind the newest row before the part than is allowed.
-        late: older than that row, and trained on.
+        repeated: left out, since they were there, see `jfi.state.user_rows`.
+        too_old: left out, since they are further behind their user's newest row before the part than is allowed.
+        late: older than the newest row of the parts before, and trained on.
         late_labels: labels of rows that were there without one; these rows are trained on.
         labeled: the samples.
     """
@@ -50,7 +61,7 @@ class Reading:
         config: the section `data` of the run, with the meaning of its columns.
         schema: of the run.
         policy: of the run, or None.
-        late_seconds: a row that is further behind the newest row before its part is left out.
+        late_seconds: a row that is further behind its user's newest row before its part is left out.
     """
 
     config: DataConfig
@@ -60,7 +71,7 @@ class Reading:
 
 
 class PartRows:
-    """Reads a part into a dataset, and changes the records of its users and the counters.
+    """Reads a part into a dataset, and changes the records of its users, items and statistics.
 
     Args:
         part: of the log.
@@ -78,58 +89,48 @@ class PartRows:
         self.counts = Counts()
         #: Its splits have the labeled rows, in the order of time; None if there are none.
         self.dataset: InteractionDataset | None = None
-        config, wanted = reading.config, state.records.wanted
         try:
-            table = read_table(str(part.path), wanted, config, "--follow")
-            for name in sorted(wanted):
-                table.require(name)
-            users, rows = state.records.read(table)
-            _check_types(part, state.records.contents(table), state.place.types)
+            self._table = read_table(str(part.path), state.reader.wanted, reading.config, "--follow")
+            rows = state.reader(self._table)
+            _check_types(part, state.reader.contents(self._table), state.place.types)
         except DataError as fault:
             raise RefusedPart(part.path, fault) from fault
-        self.counts.rows = len(rows)
-        user, names = number_users(users)
-        old = state.records.of(state.overlay.get, names)
-        kept, replaced = self._choose(old, (user, rows), config.timestamp)
-        was_event = np.append(old[1][IN_HISTORY].to_numpy() == 1, False)[replaced]  # -1 is False
-        stays = np.delete(np.arange(len(old[0])), replaced[replaced >= 0])
-        old = old[0][stays], old[1].take(pa.array(stays))
-        new = user[kept], rows.take(pa.array(kept))
-        time = new[1][config.timestamp].to_numpy()
+        names = Dictionaries(state.overlay.get, state.cache)
+        rows = complete(rows, state.layout, state.tables, state.overlay.get, names)
+        users = UserRows(state.layout, state.overlay.get, list(dict.fromkeys(rows.users)))
+        chosen = users.choose(rows, reading.late_seconds)
+        times = rows.records[TIME][chosen.kept]
         #: Time of the oldest and of the newest row that counts.
-        self.oldest, self.newest = float(time.min(initial=np.inf)), float(time.max(initial=-np.inf))
-        if len(kept):
-            data = _with_times(table.data.take(pa.array(kept)), config, new[1])
-            try:
-                self._read(data, _history(config, names, old), was_event, folder)
-            except DataError as fault:
-                state.overlay.drop_part()
-                if not str(fault).startswith(IN_MEMORY):
-                    raise
-                raise RefusedPart(part.path, f"{part.path}: {fault}") from fault
-        state.overlay.put(state.records.merged(names, old, new))
-
-    def _choose(
-        self, old: tuple[np.ndarray, pa.Table], new: tuple[np.ndarray, pa.Table], time: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows that count `[N]` int64, and the old rows that they replace, of Records.match."""
-        times, newest = new[1][time].to_numpy(), self._state.place.newest
-        fresh = np.flatnonzero(times >= newest - self._reading.late_seconds)
-        repeated, replaced = self._state.records.match(old, (new[0][fresh], new[1].take(pa.array(fresh))))
-        kept, replaced, counts = fresh[~repeated], replaced[~repeated], self.counts
-        counts.too_old, counts.repeated = len(times) - len(fresh), int(repeated.sum())
+        self.oldest, self.newest = float(times.min(initial=np.inf)), float(times.max(initial=-np.inf))
+        counts, replaced = self.counts, chosen.replaced
+        counts.rows, counts.repeated, counts.too_old = len(rows), chosen.repeated, len(chosen.late)
         counts.late_labels = int((replaced >= 0).sum())
-        counts.late = int(((replaced < 0) & (times[kept] < newest)).sum())
-        return kept, replaced
+        counts.late = int(((replaced < 0) & (times < state.place.newest)).sum())
+        try:
+            if len(chosen.kept):
+                self._read(rows, users, chosen, names, folder)
+            users.add(rows, chosen, rows.numbered(names, chosen.kept), partial(names.texts, state.layout.log.item))
+        except DataError as fault:
+            state.drop_part()
+            if not str(fault).startswith(IN_MEMORY):
+                raise
+            raise RefusedPart(part.path, f"{part.path}: {fault}") from fault
+        state.overlay.update(lambda get: users.changes() | names.changes())
+        state.cache.keep(names.new)
 
-    def _read(self, rows: pa.Table, history: pa.Table, was_event: np.ndarray, folder: Path) -> None:
+    def _read(self, rows: LogRows, users: UserRows, chosen: Chosen, names: Dictionaries, folder: Path) -> None:
         reading, state, past = self._reading, self._state, None
         config = replace(reading.config, timestamp_unit="s", batching="sample")
         if config.history is not None:
-            config = replace(config, history=f"'{IN_HISTORY}' == 1")
+            config = replace(config, history=f"'{_IN_HISTORY}' == 1")
+        part, history = self._part(rows, chosen), self._history(users, chosen, names)
+        tables = {"item": config.items, "user": config.users}
+        for of, layout in state.tables.items():
+            if tables[of] is None and layout.columns:
+                tables[of] = self._columns(layout, part, history)
         if state.counters is not None:
-            past = CountedRows(state.overlay, state.counters, reading.schema, was_event)
-        sources = Sources(rows, history, config.users, config.items, config.semantic_ids)
+            past = CountedRows(state.overlay, state.counters, reading.schema, chosen.was_event)
+        sources = Sources(part, history, tables["user"], tables["item"], config.semantic_ids)
         options: dict[str, object] = {"policy": reading.policy, "trains": True, "past": past}
         found = ScoringRows(sources, folder, reading.schema, config, **options)
         arrays = found.dataset.arrays()
@@ -140,6 +141,48 @@ class PartRows:
         if len(samples):
             arrays = replace(arrays, samples={SAMPLES: samples})
             self.dataset = InteractionDataset(arrays, reading.schema, policy=reading.policy)
+
+    def _part(self, rows: LogRows, chosen: Chosen) -> pa.Table:
+        """Returns the rows that count, with times in seconds and whether they are events of histories."""
+        config, kept = self._reading.config, chosen.kept
+        table = self._table.data.take(pa.array(kept))
+        changed = {config.timestamp: pa.array(rows.records[TIME][kept])}
+        changed[_IN_HISTORY] = pa.array(rows.in_history[kept].astype(np.int8))
+        for name, one in self._state.layout.columns.items():
+            if one.kind == "session":  # those of stored events are hashes
+                changed[name] = as_arrow(one, rows.records[name][kept], lambda *_: [])
+        table = table.drop_columns([name for name in changed if name in table.column_names])
+        for name, values in changed.items():
+            table = table.append_column(name, values)
+        return table
+
+    def _history(self, users: UserRows, chosen: Chosen, names: Dictionaries) -> pa.Table:
+        """Returns the events of histories before the part that no row of it takes the place of."""
+        config, layout = self._reading.config, self._state.layout
+        counts = np.fromiter(map(len, users.events), np.int64, len(users.users))
+        stays = chosen.stays[: counts.sum()]
+        events = np.concatenate([np.zeros(0, layout.dtype), *users.events])[stays]
+        user = pa.array(users.users, TEXT).take(pa.array(np.repeat(np.arange(len(counts)), counts)[stays]))
+        columns = {config.user: user, config.timestamp: pa.array(events[TIME])}
+        columns[_IN_HISTORY] = pa.array(np.ones(len(events), np.int8))
+        columns |= {name: as_arrow(one, events[name], names.texts) for name, one in layout.columns.items()}
+        if config.weight is not None:  # no sample reads it
+            columns.setdefault(config.weight, pa.array(np.ones(len(events))))
+        for name in {config.session, config.surface, config.dwell} - {None, *columns}:  # without a policy
+            columns[name] = pa.nulls(len(events))
+        return pa.table(columns)
+
+    def _columns(self, layout: ColumnLayout, part: pa.Table, history: pa.Table) -> pa.Table:
+        """Returns the table of the items or the users of rows, which have none of their own, of the state."""
+        config, state = self._reading.config, self._state
+        key = config.item if layout.of == "item" else config.user
+        rows = replace(self._table, data=part.sort_by(config.timestamp))
+        sids = state.sids if layout.of == "item" else None
+        write_first_rows(state.overlay, layout, rows, config, sids, state.cache)
+        ids = pc.unique(pa.chunked_array([*history[key].cast(TEXT).chunks, rows.ids(key)], TEXT))
+        found = layout.decode(state.overlay.get(list(map(layout.key, ids.to_pylist()))))
+        texts = Dictionaries(state.overlay.get, state.cache).texts
+        return pa.table({key: ids} | {name: as_arrow(one, found[name], texts) for name, one in layout.columns.items()})
 
     def times(self) -> np.ndarray:
         """`[N]` float64, those of the samples, ascending."""
@@ -152,23 +195,3 @@ def _check_types(part: Part, found: dict[str, str], types: dict[str, str]) -> No
     for name, what in found.items():
         if types.get(name, ANY) not in (ANY, what):
             raise DataError(f"{part.path}: column '{name}' holds {what}, but {types[name]} in the run's interactions")
-
-
-def _with_times(rows: pa.Table, config: DataConfig, kept: pa.Table) -> pa.Table:
-    """Returns rows with times in seconds, and with the column that tells which are events of histories."""
-    rows = rows.drop_columns([config.timestamp])
-    for name in (config.timestamp, IN_HISTORY):
-        rows = rows.append_column(name, kept[name])
-    return rows
-
-
-def _history(config: DataConfig, users: Sequence[str], old: tuple[np.ndarray, pa.Table]) -> pa.Table:
-    """Returns the events of histories before the part, with the columns of the log."""
-    user, rows = old
-    events = np.flatnonzero(rows[IN_HISTORY].to_numpy() == 1)
-    rows = rows.take(pa.array(events))
-    names = pa.array(users, pa.large_string()).take(pa.array(user[events]))
-    rows = rows.append_column(config.user, names) if config.user not in rows.column_names else rows
-    if config.weight is not None and config.weight not in rows.column_names:  # no sample reads it
-        rows = rows.append_column(config.weight, pa.array(np.ones(len(rows))))
-    return rows

@@ -56,9 +56,9 @@ def follow(
 
     The parts are Parquet files with the columns of the run's interactions, in the order of their names. Their rows are
     trained in the order of (time, user, item). Histories and statistics of the past are those of the run's own
-    interactions and of all parts before. A row whose user, item and time another row has counts once. A late row, older
-    than the newest row of the parts before, is trained on and joins its user's history at its time; one that is more
-    than `late_seconds` older is left out.
+    interactions and of all parts before. Which rows count is decided as by a server with a state, see
+    `jfi.state.user_rows`: a row that comes again counts once; a late row is trained on and joins its user's history at
+    its time; one that is more than `late_seconds` older than its user's newest row is left out.
 
     Args:
         run_dir: folder of a run of `jfi train` that has ended; its best epoch is where the first part begins.

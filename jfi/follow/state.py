@@ -5,7 +5,7 @@ then, in one transaction with their place in the log; a run that was killed betw
 without training on them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +13,22 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from jfi.data import DataConfig, DataError, DataSchema
+from jfi.data import DataConfig, DataSchema
 from jfi.data.prepared.stages.read import open_tables
-from jfi.follow.records import ANY, Records, number_users
 from jfi.serving.dataset_schema import schema_of, statistics_settings
+from jfi.serving.schema import Schema
+from jfi.state.columns import layouts_of
 from jfi.state.counters import StateCounters
-from jfi.state.layout import layout_of
-from jfi.state.load import counter_records
-from jfi.state.stores import Changes, LmdbStore, Store
+from jfi.state.dictionaries import Cache
+from jfi.state.load import fill, layout_of_run
+from jfi.state.state import read_layout
+from jfi.state.stores import Changes, Get, LmdbStore, StateError, Store
+from jfi.state.table_rows import ANY, TableReader
+from jfi.state.tables import read_semantic_ids
 from jfi.training import ConfigError
 from jfi.utils.files import writing_folder
 
-_PLACE = b"p"
+_PLACE = b"f"
 
 
 class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
@@ -33,7 +37,7 @@ class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
     Args:
         part: name of the last part whose rows are in it; "" for the run's own interactions alone.
         newest: time of the newest row, in seconds.
-        types: by column what the run's own interactions hold, see `jfi.follow.records.Records.contents`.
+        types: by column what the run's own interactions hold, see `jfi.state.table_rows.TableReader.contents`.
     """
 
     part: str
@@ -66,9 +70,9 @@ class Overlay:
             found |= zip(absent, self._store.get(absent), strict=True)
         return [found[key] for key in keys]
 
-    def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
+    def update(self, change: Callable[[Get], Changes]) -> None:
         """Changes keys, for the current part."""
-        self._part |= items
+        self._part |= change(self.get)
 
     def end_part(self) -> None:
         """Makes the changes of the current part ones that are committed."""
@@ -87,27 +91,44 @@ class Overlay:
 
 
 class LogState:
-    """The records of users and the counters of a run that follows a log.
+    """The state of a run that follows a log.
 
     Args:
         store: of `open_state`.
-        records: of the run.
-        counters: of the run, or None without `data.statistics`.
+        config: the section `data` of the run.
+        schema: of the run.
     """
 
-    def __init__(self, store: Store, records: Records, counters: StateCounters | None) -> None:
-        self._store, self.records, self.counters = store, records, counters
-        self.overlay = Overlay(store)
+    def __init__(self, store: Store, config: DataConfig, schema: DataSchema) -> None:
+        self._store, self.overlay = store, Overlay(store)
         (found,) = store.get([_PLACE])
         try:
             self.place = msgspec.json.decode(found or b"", type=StatePlace)
-        except msgspec.DecodeError as error:
+            self.layout = read_layout(store)
+        except (msgspec.DecodeError, StateError) as error:
             raise ConfigError(f"the state of the log is damaged: {error}; remove its folder to make it anew") from None
+        #: By entity the records of its columns.
+        self.tables = layouts_of(self.layout.info)
+        #: Numbers and texts that were read.
+        self.cache = Cache()
+        #: The semantic IDs of the items, or None.
+        self.sids = read_semantic_ids(config, schema)
+        self.reader, requests = TableReader(config, schema, self.layout), requests_of(config, schema)
+        #: The statistics of the log, or None without `data.statistics`.
+        self.counters = None
+        if requests.statistics is not None:
+            self.counters = StateCounters(requests.statistics, requests, self.layout)
 
     def end_part(self, name: str, newest: float) -> None:
         """Ends a part, whose changes the next commit writes."""
         self.overlay.end_part()
+        self.cache.trim()
         self.place = StatePlace(name, max(newest, self.place.newest), self.place.types)
+
+    def drop_part(self) -> None:
+        """Forgets what the current part has changed."""
+        self.overlay.drop_part()
+        self.cache = Cache()
 
     def commit(self) -> None:
         """Writes what the parts since the last commit have changed, which the checkpoint of the run has already."""
@@ -130,41 +151,27 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
         DataError: the run's interactions are missing or malformed.
     """
     settings = config.resolved()
-    records, counters = Records(settings, schema), _counters(settings, schema)
     if not folder.exists():
-        with writing_folder(folder) as unfinished, closing(LmdbStore(unfinished, create=True)) as store:
-            _fill(store, records, config)
-            if counters is not None:
-                store.put(counter_records(counters, config, schema))
-    return LogState(LmdbStore(folder), records, counters)
+        requests = requests_of(settings, schema)
+        try:
+            layout = layout_of_run(requests, config, schema, reads_labels=True)
+            with writing_folder(folder) as unfinished, closing(LmdbStore(unfinished, create=True)) as store:
+                reader, newest, types = TableReader(settings, schema, layout), -np.inf, {}
+                for table in open_tables(config).blocks():
+                    newest = max(newest, float(np.max(reader.times(table), initial=-np.inf)))
+                    for name, what in reader.contents(table).items():
+                        types[name] = what if types.get(name, what) == what else ANY
+                fill(store, requests, config, schema, None, reads_labels=True)
+                store.put([(_PLACE, _encoded(StatePlace("", newest, types)))])
+        except StateError as error:
+            raise ConfigError(f"--follow: {error}") from None
+    return LogState(LmdbStore(folder), settings, schema)
 
 
-def _counters(config: DataConfig, schema: DataSchema) -> StateCounters | None:
-    if not config.statistics_groups():
-        return None
-    past = statistics_settings(config, schema)
-    try:
-        # Whatever the model reads, statistics are counted by the columns of items that events have.
-        requests = replace(schema_of(config, schema, True, False), statistics=past)
-        return StateCounters(past, requests, layout_of(requests, schema.max_history))
-    except ValueError as error:
-        raise ConfigError(f"--follow: {error}") from None
-
-
-def _fill(store: Store, records: Records, config: DataConfig) -> None:
-    """Writes the newest rows of each user of the run's own log, in bounded memory, and the place."""
-    if config.interactions is None:
-        raise DataError("the run has no file of interactions, which the state of a log begins with")
-    newest, types = -np.inf, {}
-    for table in open_tables(config).blocks():
-        user, users, rows = *number_users((found := records.read(table))[0]), found[1]
-        if not len(rows):
-            continue
-        for name, what in records.contents(table).items():
-            types[name] = what if types.get(name, what) == what else ANY
-        newest = max(newest, float(np.max(rows[config.resolved().timestamp].to_numpy())))
-        store.put(records.merged(users, records.of(store.get, users), (user, rows)))
-    store.put([(_PLACE, _encoded(StatePlace("", newest, types)))])
+def requests_of(config: DataConfig, schema: DataSchema) -> Schema:
+    """Returns what a model of a run may read: all columns of events, by which statistics are counted."""
+    past = statistics_settings(config, schema) if config.statistics_groups() else None
+    return replace(schema_of(config, schema, True, False), statistics=past)
 
 
 def _encoded(place: StatePlace) -> bytes:

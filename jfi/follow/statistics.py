@@ -40,11 +40,12 @@ class CountedRows:
             rows: `[N]` the rows of the part, by user and time.
             of_part: `[N]` their indices in the part.
         """
-        order = np.argsort(raw.events.time[rows], kind="stable")
-        rows = rows[order].astype(np.int64)
-        events = replace(self._events(raw, ids, rows), is_counted=self._is_counted[of_part[order]])
+        rows = rows.astype(np.int64)
+        events = replace(self._events(raw, ids, rows), is_counted=self._is_counted[of_part])
+        order = events.by_time()
+        rows, events = rows[order], events.take(order)
         found, changes = self._counters.live.compute_and_add(self._overlay.get, events)
-        self._overlay.put(changes.items())
+        self._overlay.update(lambda get: changes)
         columns = {}
         for number, (name, values) in enumerate(found.items()):
             columns[name] = raw.new(f"statistics-{number}", np.float64, len(raw.events))

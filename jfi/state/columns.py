@@ -7,6 +7,7 @@ An id's value in the store is one record, and after it the values of its lists:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,11 +17,12 @@ from jfi.serving.requests import Encoded
 from jfi.serving.schema import Field
 from jfi.serving.validation import BadRequestError, BodyType, fields_of, object_type
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import COLUMN_TYPES, values_of
-from jfi.state.layout import DTYPES, Column, StateInfo
+from jfi.state.events import COLUMN_TYPES, LogRows, values_of
+from jfi.state.layout import DTYPES, Column, EventLayout, StateInfo
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
-from jfi.state.stores import Changes, Get, Store, finding_damage
+from jfi.state.stores import Changes, Get, Updated, finding_damage
 from jfi.utils.encoding import standardize
+from jfi.utils.jagged import first_values
 
 Entity = Literal["item", "user"]
 #: Values `[N]` of a column: its numbers, its texts, or all texts of its lists and how many `[N]` each list has.
@@ -46,6 +48,7 @@ class ColumnLayout:
         self.of, self.columns = of, {one.name: one for one in columns}
         self.dtype = np.dtype([(one.name, DTYPES[one.kind]) for one in columns])
         self._lists = [one.name for one in columns if one.kind == "texts"]
+        self._sids = [one.name for one in columns if one.kind == "sid"]
         missing = np.zeros(1, self.dtype)
         for one in columns:
             missing[one.name] = {"number": np.nan, "sid": -1}.get(one.kind, 0)
@@ -61,6 +64,15 @@ class ColumnLayout:
     def key(self, text: str) -> bytes:
         """The key of an id's record."""
         return (b"I" if self.of == "item" else b"U") + text.encode()
+
+    def is_missing(self, value: bytes | None) -> bool:
+        """Returns whether an id has no value, or one that has a semantic ID alone."""
+        if value is None or not self._sids:
+            return value is None
+        with finding_damage(f"the columns of {self.of}s"):
+            own = np.frombuffer(value, self.dtype, 1).copy()
+        own[self._sids] = np.array(-1, own[self._sids].dtype)
+        return own.tobytes() == self._missing
 
     def encode(self, columns: Mapping[str, Values], count: int, names: Dictionaries) -> list[bytes]:
         """Returns the values `[count]` of ids, of which a column that is not given is missing."""
@@ -107,6 +119,42 @@ def layouts_of(info: StateInfo) -> dict[Entity, ColumnLayout]:
     return {"item": ColumnLayout("item", info.items), "user": ColumnLayout("user", info.users)}
 
 
+def complete(
+    rows: LogRows, layout: EventLayout, tables: Mapping[Entity, ColumnLayout], get: Get, names: Dictionaries
+) -> LogRows:
+    """Returns rows with the columns that they lack: those that the state has of their items and users.
+
+    Args:
+        rows: of a log.
+        layout: of the records of events.
+        tables: of the state's items and users.
+        get: reads keys of the store.
+        names: gives the texts of numbers.
+    """
+    if not rows.lacking:
+        return rows
+    texts, records = dict(rows.texts), rows.records.copy()
+    ids: dict[Entity, list] = {"item": rows.texts[layout.log.item], "user": rows.users}
+    for of, table in tables.items():
+        wanted = [name for name in rows.lacking if name in table.columns]
+        if not wanted:
+            continue
+        known = list(dict.fromkeys(ids[of]))
+        found = table.decode(get(list(map(table.key, known))))
+        position = {one: number for number, one in enumerate(known)}
+        index = np.fromiter(map(position.__getitem__, ids[of]), np.int64, len(rows))
+        for name in wanted:
+            column, values = layout.columns[name], found[name]
+            if column.kind == "texts":
+                numbers, counts = values
+                values = first_values(numbers, np.append(0, np.cumsum(counts)), column.size, missing=0)
+            if column.kind in ("text", "texts"):
+                texts[name] = names.texts(name, values[index].ravel().tolist())
+            else:
+                records[name] = values[index]
+    return replace(rows, texts=texts, records=records, lacking=[])
+
+
 def _checked(found: dict[str, Stored], is_whole: bool) -> dict[str, Stored]:
     if not is_whole:
         raise ValueError("a record has another size than its columns")
@@ -114,7 +162,7 @@ def _checked(found: dict[str, Stored], is_whole: bool) -> dict[str, Stored]:
 
 
 def write_columns(
-    store: Store,
+    store: Updated,
     layout: ColumnLayout,
     ids: Sequence[str],
     columns: Mapping[str, Values],

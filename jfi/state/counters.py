@@ -82,7 +82,7 @@ class StateCounters:
         sums = {name: of(np.arange(len(times))) for name, of in of_events.items()}
         own = values, labels, in_history, self.orders(items), sessions, sums, was_event
         rows = LiveRows(hashes(users), hashes(items), times, *own)
-        return self.live.add(get, rows.take(np.argsort(times, kind="stable")))
+        return self.live.add(get, rows.take(rows.by_time()))
 
     def read(self, get: Get, requests: Sequence[Lookup]) -> list[StatisticColumns]:
         """Returns by column the statistics `[R]` of the candidates of requests."""

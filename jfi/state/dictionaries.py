@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
+from jfi.state.stores import Changes, Get, StateError, finding_damage
 
 #: Before the keys of a dictionary: numbers by text, texts by number, and how many there are.
 _NUMBER, _TEXT, _COUNT = b"n", b"t", b"c"
@@ -126,22 +126,3 @@ def _number_key(values: str, text: str) -> bytes:
 def text_key(values: str, number: int) -> bytes:
     """The key of the text of a number of a dictionary."""
     return b"\0".join([_TEXT + values.encode(), _INTEGER.pack(number)])
-
-
-def read_dictionary(store: Store, values: str) -> list[str]:
-    """Reads the texts of a dictionary by number: the first is that of 1.
-
-    Raises:
-        StateError: one is missing or damaged.
-    """
-    prefix = text_key(values, 0)[: -_INTEGER.size]
-
-    def scan() -> dict[int, str]:
-        return {_INTEGER.unpack(key[-_INTEGER.size :])[0]: text.decode() for key, text in store.scan(prefix)}
-
-    with finding_damage(f"the values of '{values}'"):
-        found = scan()
-        last = max(found, default=0)
-        if len(found) < last:  # a scan may lack some of what is written meanwhile
-            found |= scan()
-        return [found[number] for number in range(1, last + 1)]

@@ -3,10 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
@@ -32,6 +30,7 @@ from jfi.serving.validation import (
 from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of
 from jfi.utils.encoding import SECONDS
+from jfi.utils.jagged import first_values
 
 #: By kind of a column the type of its values in a body.
 COLUMN_TYPES: dict[str, Any] = {
@@ -53,6 +52,8 @@ class LogRows:
         users: `[N]` texts of the users' ids.
         records: `[N]`, of EventLayout; the numbers of texts are 0.
         texts: by column of texts the value of each row, `[N]`; of lists `[N * size]`.
+        lacking: columns that the rows do not have; the state's items and users have them, see
+            `jfi.state.columns.complete`.
         labels: `[N]` float32, NaN for none.
         in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
@@ -62,6 +63,7 @@ class LogRows:
     users: list[str]
     records: np.ndarray
     texts: dict[str, list[str | None]]
+    lacking: list[str]
     labels: np.ndarray
     in_history: np.ndarray
     sessions: np.ndarray
@@ -107,19 +109,19 @@ class EventReader:
         self._session = None if settings is None else settings.session
         if self._session is not None:
             own.append(self._session)
-        label = log.label if settings is not None else None  # only statistics read labels
-        if label is not None or log.history is not None:
+        if log.label is not None or log.history is not None:
             from jfi.state.meaning import Meaning  # only rules need pyarrow
 
-            self._meaning = Meaning(msgspec.structs.replace(log, label=label))
+            self._meaning = Meaning(log)
             own += self._meaning.of_history
         for name in (*own, *([log.event_id] if log.event_id else [])):
             types.setdefault(name, VALUE)
         number = Annotated[float, Meta(gt=-LATEST / SECONDS[log.unit])]
         date = Annotated[str, Meta(pattern=_DATE, description="a date and time by ISO 8601")]
         types |= {log.user: id_type(LONGEST_ID), log.item: id_type(LONGEST_TEXT), log.time: date | number}
-        #: Names of the columns that each row has.
-        self.required = list(dict.fromkeys(own))
+        known = {one.name for one in (*layout.info.items, *layout.info.users)}
+        #: Names of the columns that each row has; what the state has of items and users is not needed.
+        self.required = [name for name in dict.fromkeys(own) if name not in known]
         #: Names of those that all rows of a body have or none.
         self.optional = [name for name in types if name not in self.required]
         rows = table_type("Row", types, self.optional, bounds=Meta(min_length=1, max_length=max_events))
@@ -158,10 +160,14 @@ class EventReader:
         records = np.zeros(count, self.layout.dtype)
         records[TIME] = self._times(columns[log.time], place)
         found: dict[str, list[str | None]] = {}
+        lacking = [name for name in self.layout.columns if name not in columns]
         for name, column in self.layout.columns.items():
+            if name in lacking:
+                continue
             values = values_of(column, columns[name], place)
             if isinstance(values, tuple):
-                found[name] = _first_texts(*values, column.size)
+                own, ends = np.array(values[0], object), np.append(0, values[1].cumsum())
+                found[name] = first_values(own, ends, column.size, missing=None).ravel().tolist()
             elif isinstance(values, list):
                 found[name] = values
             else:
@@ -169,9 +175,7 @@ class EventReader:
         for column in log.others:
             if column.kind == "sid" and column.name in columns:
                 values_of(column, columns[column.name], place)
-        event_ids = None
-        if log.event_id in columns:
-            event_ids = texts(columns[log.event_id])
+        event_ids = texts(columns[log.event_id]) if log.event_id in columns else None
         records[ID] = ids_of(found[log.item], records[TIME], event_ids)
         labels, in_history = np.ones(count, np.float32), np.ones(count, bool)
         if self._meaning is not None:
@@ -180,7 +184,7 @@ class EventReader:
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(texts(columns[self._session]))
-        return LogRows(users, records, found, labels, in_history, sessions, place)
+        return LogRows(users, records, found, lacking, labels, in_history, sessions, place)
 
     def _times(self, values: Values, place: Place) -> np.ndarray:
         """`[N]` float64 seconds."""
@@ -222,15 +226,6 @@ def values_of(column: Column, given: Values, place: Place) -> Values | tuple[lis
         return list(texts(flat)), lengths
     found = list(texts(given))
     return hashes(found) if column.kind == "session" else found
-
-
-def _first_texts(values: list[str], lengths: np.ndarray, size: int) -> list[str | None]:
-    """The first texts of each list, `[N * size]`, None where there are fewer."""
-    found, rest = [], iter(values)
-    for length in lengths.tolist():
-        row = list(islice(rest, length))[:size]
-        found += row + [None] * (size - len(row))
-    return found
 
 
 def names_of(values: Sequence[object], place: Place, of: str = "a user") -> list[str]:

@@ -67,7 +67,7 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Args:
         user, item, time: names of the columns.
         unit: of times that are numbers.
-        label: column or rule of the first label; None if every row is a positive.
+        label: column or rule of the first label; None if every row is a positive, or if nothing reads labels.
         task: of that label.
         history: rule of which rows are events of histories; None for all.
         event_id: column of an id by which a row that comes again is known; None for the user, the item and the time.

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
@@ -15,7 +16,6 @@ from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.stages.read import SourceTables
 from jfi.data.prepared.stages.sort import read_ids
-from jfi.data.schema.columns import nth_values
 from jfi.events.events import user_blocks
 from jfi.serving.schema import Schema
 from jfi.serving.validation import LONGEST_ID
@@ -31,7 +31,6 @@ from jfi.state.layout import (
     EventLayout,
     Kind,
     Log,
-    StateInfo,
     hashes,
     layout_of,
     mixed,
@@ -42,13 +41,19 @@ from jfi.state.state import write_layout
 from jfi.state.stores import Store
 from jfi.state.tables import read_semantic_ids, write_columns_of_log, write_tables
 from jfi.utils.files import temporary_folder
+from jfi.utils.jagged import first_values
 
 #: Events that are encoded together, up to the user with the most.
 _AT_ONCE = 1 << 18
 
 
 def fill(
-    store: Store, requests: Schema, config: DataConfig, schema: DataSchema, interactions: str | None
+    store: Store,
+    requests: Schema,
+    config: DataConfig,
+    schema: DataSchema,
+    interactions: str | None,
+    reads_labels: bool = False,
 ) -> tuple[int, int]:
     """Makes an empty store the state of a run's log and tables, in bounded memory but for the tables.
 
@@ -58,6 +63,7 @@ def fill(
         config: the section `data` of a run.
         schema: of the run.
         interactions: the log; None for the run's own interactions, of all splits, and "none" for no event.
+        reads_labels: as of `layout_of_run`.
 
     Returns:
         The number of users and that of events.
@@ -66,20 +72,35 @@ def fill(
         DataError: a table is missing or malformed, or a user's id is too long.
         StateError: see `layout_of`.
     """
-    users, events, layout = 0, 0, layout_of(requests, schema.max_history, log_of(config, schema))
+    users, events, layout = 0, 0, layout_of_run(requests, config, schema, reads_labels)
     if interactions != "none":
         if interactions is not None:
             config = replace(config, interactions=interactions, split="time", validation=None, test=None)
         elif config.interactions is None:
             raise DataError("the run has no file of interactions")
         of_log = [of for of, table in (("item", config.items), ("user", config.users)) if table is None]
-        settings = _log_settings(config, requests, layout.info, of_log)
+        settings = _log_settings(config, requests, layout, of_log)
         users, events = _load(store, layout, settings, schema, of_log)
         if requests.statistics is not None:
             store.put(counter_records(StateCounters(requests.statistics, requests, layout), config, schema))
     write_tables(store, layout.info, config, schema)
     write_layout(store, layout)
     return users, events
+
+
+def layout_of_run(requests: Schema, config: DataConfig, schema: DataSchema, reads_labels: bool = False) -> EventLayout:
+    """Returns the records that a run's model needs.
+
+    Args:
+        requests: the schema of requests to the model.
+        config: the section `data` of the run.
+        schema: of the run.
+        reads_labels: whether rows with a label are told from others, which statistics do in any case.
+    """
+    log = log_of(config, schema)
+    if requests.statistics is None and not reads_labels:
+        log = msgspec.structs.replace(log, label=None)
+    return layout_of(requests, schema.max_history, log)
 
 
 def log_of(config: DataConfig, schema: DataSchema) -> Log:
@@ -124,13 +145,13 @@ def counter_records(counters: StateCounters, config: DataConfig, schema: DataSch
         yield from counters.live.records_of(made.index, digests, sessions)
 
 
-def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log: Collection[Entity]) -> DataConfig:
+def _log_settings(config: DataConfig, requests: Schema, layout: EventLayout, of_log: Collection[Entity]) -> DataConfig:
     """The section `data` of a run, with what a log needs: neither splits nor columns of tables."""
     config = config.resolved()
     own = {one.name for one in requests.event_fields if one.kind != "cross"}
     has_policy = requests.policy is not None
     read = {"event": own, "item": own, "user": set()}
-    for of, columns in (("item", info.items), ("user", info.users)):
+    for of, columns in (("item", layout.info.items), ("user", layout.info.users)):
         read[of] = read[of] | ({one.name for one in columns} if of in of_log else set())
     features = [one for one in config.features if one.name in read.get(one.of, ())]
     if config.event_id is not None:
@@ -139,7 +160,7 @@ def _log_settings(config: DataConfig, requests: Schema, info: StateInfo, of_log:
         config,
         features=features,
         users=None,
-        label=config.targets()[0].label if requests.statistics is not None else None,
+        label=layout.log.label,
         labels=[],
         weight=None,
         request_id=None,
@@ -248,8 +269,5 @@ class _Values:
         if column.kind in ("sid", "number"):
             return self._values[index]
         part = self._coded.take(index)
-        if part.offsets is None:
-            codes = [part.codes, *[np.full(len(rows), -1)] * (column.size - 1)]
-        else:
-            codes = [nth_values(part.codes, part.offsets, slot, missing=-1) for slot in range(column.size)]
-        return self._numbers[np.stack(codes, axis=1) if column.kind == "texts" else codes[0]]
+        codes = first_values(part.codes, part.offsets, column.size, missing=-1)
+        return self._numbers[codes if column.kind == "texts" else codes[:, 0]]

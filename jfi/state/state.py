@@ -12,7 +12,7 @@ import numpy as np
 from jfi.events.groups import StatisticsSettings
 from jfi.serving.requests import Encoded, Request, RequestReader
 from jfi.serving.validation import BadRequestError
-from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, write_columns
+from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of, write_columns
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
@@ -121,7 +121,8 @@ class UserState:
             self._check_info(get([_INFO])[0])
             now, names = UserRows(self.layout, get, users), Dictionaries(get, self._cache)
             counted: list[tuple[LogRows, Chosen]] = []
-            for events in bodies:
+            for given in bodies:
+                events = complete(given, self.layout, self.tables, get, names)
                 chosen = now.choose(events, self.max_late)
                 if len(chosen.late):
                     results.append(self._late(events, int(chosen.late[0]), now))

@@ -1,6 +1,7 @@
 """Fills a state with the columns of items and users, from their tables, or from the log where they have none."""
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from jfi.serving.validation import LONGEST_ID
 from jfi.state.columns import ColumnLayout, Entity, Values, layouts_of, write_columns
 from jfi.state.dictionaries import Cache
 from jfi.state.layout import StateInfo
-from jfi.state.stores import Store
+from jfi.state.stores import Store, Updated
 from jfi.utils.jagged import blocks
 
 #: Ids that are written together.
@@ -57,7 +58,8 @@ def write_tables(
             table = read_table(paths, config.columns(), config, f"data.{one}s")
             categories = partial(_categories, table, config.separators())
             sids = read_semantic_ids(config, schema) if one == "item" else None
-            written[one] = _write(store, layout, table.unique_ids(key, DROP), categories, table.numbers, sids)
+            ids, own = _and_others(table.unique_ids(key, DROP), sids)
+            written[one] = _write(store, layout, ids, own, categories, table.numbers, sids, Cache())
     return written
 
 
@@ -80,25 +82,62 @@ def write_columns_of_log(
     keys = {"item": columns.config.item, "user": columns.config.user}
     for one, layout in layouts_of(info).items():
         if one in of and layout.columns:
-            ids = columns.categories(keys[one], one).values
+            own = sids if one == "item" else None
+            ids, rows = _and_others(columns.categories(keys[one], one).values, own)
             source = partial(columns.categories, of=one), partial(columns.numbers, of=one)
-            _write(store, layout, ids, *source, sids if one == "item" else None)
+            _write(store, layout, ids, rows, *source, own, Cache())
+
+
+def write_first_rows(
+    store: Updated,
+    layout: ColumnLayout,
+    table: SourceRows,
+    config: DataConfig,
+    sids: SemanticIDs | None,
+    cache: Cache,
+) -> None:
+    """Writes the columns of items or users that the state does not have: those of their first rows.
+
+    Args:
+        store: of the state.
+        layout: of the records.
+        table: rows of a log, by time.
+        config: the section `data` of a run, whose columns they are.
+        sids: the semantic IDs of the items, or None.
+        cache: numbers of the store.
+    """
+    ids = table.ids(config.item if layout.of == "item" else config.user)
+    first = np.unique(pc.index_in(ids, value_set=ids).to_numpy())
+    found = store.get([layout.key(one) for one in ids.take(pa.array(first)).to_pylist()])
+    new = first[list(map(layout.is_missing, found))]
+    if len(new):
+        own = replace(table, data=table.data.take(pa.array(new)))
+        categories = partial(_categories, own, config.separators())
+        rows = np.arange(len(new))
+        _write(store, layout, ids.take(pa.array(new)), rows, categories, own.numbers, sids, cache)
+
+
+def _and_others(ids: pa.Array, sids: SemanticIDs | None) -> tuple[pa.Array, np.ndarray]:
+    """Adds ids that have a semantic ID alone; returns with all ids their rows `[N]` int64, -1 for those."""
+    rows = np.arange(len(ids))
+    if sids is None:
+        return ids, rows
+    others = as_text(sids.items)
+    others = others.filter(pc.invert(pc.is_in(others, ids.cast(others.type))))
+    return pa.concat_arrays([ids.cast(others.type), others]), np.append(rows, np.full(len(others), -1))
 
 
 def _write(
-    store: Store,
+    store: Updated,
     layout: ColumnLayout,
     ids: pa.Array,
+    rows: np.ndarray,
     categories: Callable[[str], CodedColumn],
     numbers: Callable[[str], np.ndarray],
     sids: SemanticIDs | None,
+    cache: Cache,
 ) -> int:
-    """Writes the columns of ids, and of those that have a semantic ID alone."""
-    rows, cache = np.arange(len(ids)), Cache()
-    if sids is not None:
-        others = as_text(sids.items)
-        others = others.filter(pc.invert(pc.is_in(others, ids.cast(others.type))))
-        ids, rows = pa.concat_arrays([ids.cast(others.type), others]), np.append(rows, np.full(len(others), -1))
+    """Writes the columns of ids, which are those of rows `[N]` int64."""
     if (longest := pc.max(pc.binary_length(ids)).as_py() or 0) > LONGEST_ID:
         raise DataError(f"a {layout.of} has an id of {longest} bytes, and a state's have at most {LONGEST_ID}")
     read: dict[str, Callable[[slice], Values]] = {}

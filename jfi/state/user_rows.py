@@ -26,6 +26,7 @@ class Chosen:
 
     Args:
         kept: `[K]` int64, the indices of those that do.
+        replaced: `[K]` int64, the indices of the rows among the old ones that they take the place of, or -1.
         was_event: `[K]` bool, those that were there as events of histories, without the label that they have now.
         late: `[L]` int64, the indices of those that are too late.
         repeated: how many are there already.
@@ -33,6 +34,7 @@ class Chosen:
     """
 
     kept: np.ndarray
+    replaced: np.ndarray
     was_event: np.ndarray
     late: np.ndarray
     repeated: int
@@ -91,7 +93,7 @@ class UserRows:
         replaced, stays = replaced[kept], np.ones(count, bool)
         stays[replaced[replaced >= 0]] = False
         was_event = np.append(is_event[:count], False)[replaced]  # -1 is False
-        return Chosen(kept, was_event, np.flatnonzero(late), int(repeated.sum()), stays)
+        return Chosen(kept, replaced, was_event, np.flatnonzero(late), int(repeated.sum()), stays)
 
     def add(self, rows: LogRows, chosen: Chosen, records: np.ndarray, texts: Callable[[list[int]], list]) -> None:
         """Adds rows that count.

@@ -57,6 +57,26 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return _sums(1, starts[:1], starts[1:] - (starts[:-1] + lengths[:-1] - 1), lengths)
 
 
+def nth_values(values: np.ndarray, offsets: np.ndarray, number: int, missing: object) -> np.ndarray:
+    """`[N]` the value of that number of each of N rows, `missing` where a row has fewer.
+
+    >>> nth_values(np.array([4, 5, 6]), np.array([0, 2, 2, 3]), 1, missing=-1)
+    array([ 5, -1, -1])
+    """
+    positions = offsets[:-1] + number
+    found = positions < offsets[1:]
+    result = np.full(len(positions), missing, values.dtype)
+    result[found] = values[positions[found]]
+    return result
+
+
+def first_values(values: np.ndarray, offsets: np.ndarray | None, size: int, missing: object) -> np.ndarray:
+    """Returns the first values `[N, size]` of rows, `missing` where one has fewer; without offsets each has one."""
+    if offsets is None:
+        offsets = np.arange(len(values) + 1)
+    return np.stack([nth_values(values, offsets, number, missing) for number in range(size)], axis=1)
+
+
 def repeat(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Returns each value as many times as its count says, like `np.repeat`.
 

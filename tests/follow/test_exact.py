@@ -51,7 +51,8 @@ def batches_of_parts(
     """Yields the batches of each part, and its number of samples."""
     settings, parts = config.resolved(), PartFolder(folder / "parts")
     reading = Reading(settings, schema, policy, 0.0)
-    with closing(open_state(folder / "state", config, schema)) as state:
+    named = dataclasses.replace(config, policy=None if policy is None else "policy.json")
+    with closing(open_state(folder / "state", named, schema)) as state:
         name, number = "", 0
         while (name := parts.next(name)) is not None:
             part = parts.part(name)

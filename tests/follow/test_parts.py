@@ -16,10 +16,14 @@ import jfi
 from jfi.data import DataError, FeatureConfig
 from jfi.data.io.blocks import read_table
 from jfi.follow.parts import PartFolder
-from jfi.follow.records import Records
 from jfi.follow.start import follow
 from jfi.follow.state import open_state
+from jfi.serving.dataset_schema import schema_of
+from jfi.state.dictionaries import Dictionaries
+from jfi.state.load import layout_of_run
+from jfi.state.state import read_layout, scan_records
 from jfi.state.stores import LmdbStore
+from jfi.state.table_rows import TableReader
 from jfi.training import ConfigError, resume, train
 from jfi.training.distributed.processes import Interrupted
 from jfi.training.run.recorder import SPEED
@@ -32,12 +36,17 @@ from .followed_log import FEATURES, KINDS, KNOWN, config_of, content, lines, wri
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
-def records(run: Path) -> dict[bytes, list[dict]]:
-    """The rows of each user in the state."""
-    saved = jfi.load_run(run)
-    kinds = Records(saved.config.data.resolved(), saved.schema).schema
+def records(run: Path) -> dict[str, list[tuple]]:
+    """The events of each user in the state, with texts in place of their numbers."""
     with closing(LmdbStore(run / "follow" / "state")) as store:
-        return {key: pa.ipc.read_record_batch(pa.py_buffer(own), kinds).to_pylist() for key, own in store.scan(b"h")}
+        layout, names, found = read_layout(store), Dictionaries(store.get), {}
+        for user, own in scan_records(store, layout):
+            columns = [
+                names.texts(name, own[name].ravel().tolist()) if one.kind in ("text", "texts") else own[name].tolist()
+                for name, one in layout.columns.items()
+            ]
+            found[user] = [own["jfi time"].tolist(), *columns]
+        return found
 
 
 def test_repeated_late_and_old_rows(rows, run, tmp_path):
@@ -45,17 +54,15 @@ def test_repeated_late_and_old_rows(rows, run, tmp_path):
     newest = new[-1]["timestamp"]
     late = new[-1] | {"timestamp": newest - 500.0, "item_id": 777}
     old = new[-1] | {"timestamp": newest - 2000.0, "item_id": 778}
-    write(tmp_path / "parts" / "a.parquet", [*new[:-1], new[3], rows[KNOWN - 1]])
-    write(tmp_path / "parts" / "b.parquet", [new[-1], new[5], late, old, late])
+    write(tmp_path / "parts" / "a.parquet", [*new, new[3], rows[KNOWN - 1]])
+    write(tmp_path / "parts" / "b.parquet", [new[5], late, old, late])
     assert follow(run, tmp_path / "parts", until_idle=True, late_seconds=1000.0) == 2
     one, other = (
         {name: line[name] for name in ("rows", "repeated", "late", "too_old", "labeled")} for line in lines(run)
     )
     assert all(line[SPEED] > 0 for line in lines(run))
-    assert one == {"rows": 61, "repeated": 2, "late": 0, "too_old": 0, "labeled": 59}
-    # What is too old is not looked for among the rows before.
-    is_old = new[5]["timestamp"] < new[-2]["timestamp"] - 1000.0
-    assert other == {"rows": 5, "repeated": 2 - is_old, "late": 1, "too_old": 1 + is_old, "labeled": 2}
+    assert one == {"rows": 62, "repeated": 2, "late": 0, "too_old": 0, "labeled": 60}
+    assert other == {"rows": 4, "repeated": 2, "late": 1, "too_old": 1, "labeled": 1}
 
 
 def test_labels_that_come_later_than_their_rows(rows, tmp_path):
@@ -88,7 +95,7 @@ def test_labels_that_come_later_than_their_rows(rows, tmp_path):
 
 def test_rows_beyond_those_that_are_kept_count_once(rows, tmp_path, monkeypatch):
     """Rows that are no events of histories, too."""
-    monkeypatch.setattr("jfi.follow.records.OTHERS", 5)
+    monkeypatch.setattr("jfi.state.user_rows.OTHERS", 5)
     write(tmp_path / "log.parquet", rows[:KNOWN])
     train(config_of(tmp_path / "log.parquet", run := tmp_path / "run", history="rating >= 3"))
     begin, row = rows[KNOWN]["timestamp"], rows[KNOWN] | {"rating": 1}
@@ -149,7 +156,7 @@ def test_memory_of_users_is_bounded(rows, trained, tmp_path):
         write(tmp_path / "parts" / f"{number}.parquet", events)
         follow(run, tmp_path / "parts", until_idle=True)
         with closing(LmdbStore(run / "follow" / "state")) as store:
-            sizes.append(max(len(value) for _, value in store.scan(b"h")))
+            sizes.append(max(len(value) for _, value in store.scan(b"u")))
     assert sizes[0] < sizes[1] < sizes[3] == sizes[4] == sizes[5]
 
 
@@ -407,7 +414,8 @@ def test_it_waits_for_parts(rows, followed):
 
 def test_a_label_of_booleans_is_as_one_of_numbers(run):
     opened, config = RunFolder.open(run)
-    own = Records(replace(config.data, label="clicked"), load_schema(opened))
+    settings, schema = replace(config.data.resolved(), label="clicked"), load_schema(opened)
+    own = TableReader(settings, schema, layout_of_run(schema_of(settings, schema, True, False), settings, schema))
     kinds = []
     for values in ([True, False], [1, 0]):
         table = read_table(pa.table({"clicked": values, "brand": values}), ["clicked", "brand"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jfi.cli.export import schema_of_run
+from jfi.cli.state import schema_of_run
 from jfi.follow.start import follow
 from jfi.serving import MAX_CANDIDATES
 from jfi.serving.export import Export

@@ -18,7 +18,7 @@ import commands
 import pyarrow.parquet as pq
 import pytest
 
-from jfi.cli.export import schema_of_run
+from jfi.cli.state import schema_of_run
 from jfi.follow.start import follow
 from jfi.serving import MAX_CANDIDATES
 from jfi.serving.export import Export

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from jfi.data.io.arrays import is_list
 from jfi.data.schema.schema import Strings, as_array
 from jfi.utils.encoding import LARGEST_NUMBER, UNKNOWN, HashBuckets, HashedIds, Vocabulary, mix, quantile_ids
-from jfi.utils.jagged import BLOCK, blocks, ranges
+from jfi.utils.jagged import BLOCK, blocks, nth_values, ranges
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,6 @@ def flat_lists(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
     present = pc.fill_null(pc.not_equal(values, ""), False)
     offsets = np.append(0, np.cumsum(present))[np.append(0, np.cumsum(counts))]
     return values.filter(present), offsets
-
-
-def nth_values(values: np.ndarray, offsets: np.ndarray, number: int, missing: int) -> np.ndarray:
-    """`[N]` the value of that number of each of N rows, `missing` where a row has fewer.
-
-    >>> nth_values(np.array([4, 5, 6]), np.array([0, 2, 2, 3]), 1, missing=-1)
-    array([ 5, -1, -1])
-    """
-    positions = offsets[:-1] + number
-    found = positions < offsets[1:]
-    result = np.full(len(positions), missing, values.dtype)
-    result[found] = values[positions[found]]
-    return result
 
 
 #: Quantiles are those of at most about this many rows, spread evenly over the training rows.

@@ -16,7 +16,7 @@ from processes import context
 
 from jfi.serving.artifact import read
 from jfi.serving.requests import RequestReader
-from jfi.state.dictionaries import read_dictionary
+from jfi.state.dictionaries import text_key
 from jfi.state.layout import ID, TIME, layout_of
 from jfi.state.state import UserState, scan_records, write_layout
 from jfi.state.stores import open_store
@@ -44,7 +44,7 @@ def check_records(state: UserState) -> None:
         for name in state.layout.columns:
             numbers = np.unique(records[name])
             assert None not in state.texts(name, numbers[numbers != 0].tolist())
-    texts = [read_dictionary(state.store, name) for name in ("item", "tags")]
+    texts = [[text for _, text in state.store.scan(text_key(name, 0)[:-8])] for name in ("item", "tags")]
     assert all(len(set(one)) == len(one) for one in texts)
 
 

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import jfi
-from jfi.cli.export import schema_of_run
+from jfi.cli.state import schema_of_run
 from jfi.data import DataConfig, FeatureConfig
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.events.groups import GROUPS
