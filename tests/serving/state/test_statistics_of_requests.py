@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import shutil
 
 import commands
@@ -59,12 +58,8 @@ def folder(tmp_path_factory):
     log |= {"brand": [f"b{one % 5}" for one in item]}
     pq.write_table(pa.table(log), folder / "log.parquet")
     train_on(folder, "run")
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        commands.run("export", "--run", folder / "run")
-    (advice,) = (line for line in output.getvalue().splitlines() if "data.statistics" in line)
-    command = advice.rpartition(": jfi ")[2].replace("FOLDER", str(folder / "users"))
-    commands.run(*command.split())
+    commands.run("export", "--run", folder / "run")
+    commands.run("state", "load", "--run", folder / "run", "--state", folder / "users")
     return folder
 
 
