@@ -30,6 +30,7 @@ NEEDED = {
     "evaluate": ["--run run --interactions rows.csv"],
     "export": ["--run run"],
     "serve": ["--artifact artifact"],
+    "audit": ["--run run --requests requests"],
     "state": ["load --run run --state users"],
     "semantic-ids": ["--items items.csv --out sids.parquet"],
 }
@@ -179,7 +180,7 @@ def test_a_thread_that_cannot_write_prints_no_traceback(capsys):
 
 
 def test_the_help_lists_every_code():
-    assert all(f"  {code}: " in EXIT_CODES for code in range(5))
+    assert all(f"  {code}: " in EXIT_CODES for code in range(6))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ COMMANDS = {
     "compare": ("compare", "train without histories and with each pooling, and baselines such as boosting"),
     "export": ("export", "export a run as an artifact to serve"),
     "serve": ("serve", "serve an artifact over HTTP"),
+    "audit": ("audit", "compare what a server has read and answered with what training makes of it"),
     "state": ("state", "fill or export the events of users that a server keeps"),
     "semantic-ids": ("semantic_ids", "turn the content of items into semantic IDs"),
     "policy": ("policy", "fit which events of a history are worth computing, from dwell times"),

@@ -40,6 +40,7 @@ def main(options: argparse.Namespace) -> None:
             calibration=calibration,
             run=options.run.resolve().name,
             trained=RunFolder(options.run).read_versions(),
+            checkpoint=run.fingerprint(),
         )
         if options.publish is None:
             sha256 = made.write(out)

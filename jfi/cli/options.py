@@ -39,6 +39,14 @@ jfi serve --follow RUN/published --port 8000
 An artifact holds machine code, which runs when it is loaded: serve only artifacts that you made. Where others can write
 to the folder, --sha256 refuses any that does not have the SHA-256 that `jfi export` has printed.
 """
+_AUDIT = """Rebuilds requests that a server has logged by the training code, scores them again, and compares both.
+
+jfi audit --run RUN --requests requests                  # of jfi serve --log-requests requests
+jfi audit --run RUN --requests requests --log parts      # events after the run's own interactions
+
+It prints the features that differ by name, their causes as far as it can tell, and the largest difference of scores.
+The history is the run's own interactions and the log, at the position that the server's state had.
+"""
 _STATE = """Fills or exports a state: users' newest events, and columns of items and users, which `jfi serve` reads.
 
 jfi state load --run RUN --state users                             # of the run's own interactions
@@ -142,6 +150,13 @@ def at_least_zero(text: str) -> float:
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"got {text!r}, must be a number of at least 0")
     return number
+
+
+def _share(text: str) -> float:
+    """A type of options: a number above 0 and at most 1."""
+    if not 0 < at_least_zero(text) <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be a number above 0 and at most 1")
+    return float(text)
 
 
 def _parser(command: str, description: str) -> OptionParser:
@@ -255,7 +270,12 @@ def serve() -> OptionParser:
     _state_options(parser)
     output = "of a score: the logit, its sigmoid, or the probability by the run's calibration"
     parser.add_argument("--output", choices=["logits", "probabilities", "calibrated"], default="logits", help=output)
-    parser.add_argument("--log-requests", action="store_true", help="a line on stderr for each request")
+    parser.add_argument("--access-log", action="store_true", help="a line on stderr for each request")
+    log = "folder to log a share of the requests to, with digests of what the model read, for `jfi audit`"
+    parser.add_argument("--log-requests", type=Path, metavar="FOLDER", help=log)
+    parser.add_argument("--share", type=_share, help="with --log-requests: share of the requests (default: 0.01)")
+    most = "size of the log of requests, whose oldest files are removed"
+    parser.add_argument("--log-requests-mb", **counts, default=1024, help=most)
     return parser
 
 
@@ -271,6 +291,31 @@ def _state_options(parser: OptionParser) -> None:
     parser.add_argument("--late-seconds", type=at_least_zero, default=86400.0, help=late)
     parser.add_argument("--max-events", type=at_least_one, default=10_000, help="events of a body of POST /events")
     parser.add_argument("--state-gb", type=at_least_one, default=256, help=_STATE_GB)
+    log = parser.add_mutually_exclusive_group()
+    parts = "folder of Parquet parts that events are written to, for `jfi train --follow`"
+    log.add_argument("--log", type=Path, metavar="FOLDER", help=parts)
+    feed = "folder of Parquet parts that others write, which the state is fed from in place of POST /events"
+    log.add_argument("--feed", type=Path, metavar="FOLDER", help=feed)
+    parser.add_argument("--log-rows", type=at_least_one, default=100_000, help="rows after which a part is written")
+    parser.add_argument("--log-seconds", type=at_least_zero, default=10.0, help="that a row waits for its part")
+
+
+def audit() -> OptionParser:
+    """Returns the options of `jfi audit`."""
+    parser = _parser("audit", _AUDIT)
+    parser.add_argument("--run", required=True, help="folder of a run of `jfi train`")
+    requests = "folder that `jfi serve --log-requests` writes, or one of its files"
+    parser.add_argument("--requests", type=Path, required=True, metavar="FOLDER", help=requests)
+    log = "the log of events behind the run's own interactions: the parts that the state has had"
+    parser.add_argument("--log", nargs="+", metavar="FOLDER|FILE", help=log)
+    for name in ("items", "users"):
+        parser.add_argument(f"--{name}", help=f"table of {name} (default: the run's data.{name})")
+    tolerance = "most that two scores may differ, relative to a score above 1"
+    parser.add_argument("--tolerance", type=at_least_zero, default=1e-5, help=tolerance)
+    examples = "most requests for which statistics at a position and time zones are tried"
+    parser.add_argument("--examples", type=at_least_one, default=20, help=examples)
+    parser.add_argument("--report", type=Path, metavar="FILE", help="JSON file of what was found")
+    return parser
 
 
 def state() -> OptionParser:
@@ -327,6 +372,7 @@ PARSERS: dict[str, Callable[[], OptionParser]] = {
     "evaluate": evaluate,
     "export": export,
     "serve": serve,
+    "audit": audit,
     "state": state,
     "semantic-ids": semantic_ids,
     "config": config,

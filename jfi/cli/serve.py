@@ -14,7 +14,10 @@ from pathlib import Path
 
 from jfi.cli.state import own_state
 from jfi.serving.artifact import ArtifactError
+from jfi.serving.request_log import RequestLog
 from jfi.serving.scorer import Scorer, StateSettings
+from jfi.state.outbox import PartWriter
+from jfi.state.state import read_layout
 from jfi.state.stores import Store, open_store
 from jfi.utils.errors import InputError
 from jfi.utils.files import reading_file
@@ -28,7 +31,7 @@ def load_artifact(options: argparse.Namespace, store: Store | None, path: Path) 
     state = None
     if store is not None:
         cold = options.if_state_fails == "cold"
-        state = StateSettings(store, cold, options.late_seconds, options.max_events)
+        state = StateSettings(store, cold, options.late_seconds, options.max_events, options.log is not None)
     sums = known_sums(options.sha256)
     return Scorer(path, *limits, output=options.output, sha256=sums, state=state)
 
@@ -80,18 +83,29 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
     from prometheus_client import disable_created_metrics
 
     from jfi.serving.server.app import make_app, once_a_minute, run, without_traceback
+    from jfi.serving.server.events import write_parts
     from jfi.serving.server.follow import Follower
 
     disable_created_metrics()  # the time of a counter's first value, a sample more for each
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.server").addFilter(without_traceback)
     logging.getLogger("asyncio").addFilter(once_a_minute())
-    if options.log_requests:
+    if options.access_log:
         logging.getLogger("jfi.serving").setLevel(logging.INFO)
     sys.setswitchinterval(0.001)  # seconds that the event loop waits while another thread computes in Python
-    load, follower = partial(load_artifact, options, store), None
+    load, follower, tasks = partial(load_artifact, options, store), None, []
+    if options.log is not None:
+        writer = PartWriter(store, read_layout(store), options.log, options.log_rows, options.log_seconds)
+        tasks.append(partial(write_parts, writer))
+    if options.feed is not None:
+        from jfi.follow.feed import Feed  # with pyarrow
+
+        tasks.append(Feed(options.feed).run)
     if options.follow is not None:
         follower = Follower(options.follow, load, options.tables_device, options.at)
+    log = None
+    if options.log_requests is not None:
+        log = partial(RequestLog, options.log_requests, options.share or 0.01, options.log_requests_mb << 20)
     app = make_app(
         load(options.artifact) if follower is None else follower.start(),
         max_batch=options.max_batch,
@@ -103,6 +117,9 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
         body_seconds=options.body_seconds,
         deadline=options.deadline_ms / 1e3,
         follower=follower,
+        tasks=tasks,
+        feed=options.feed,
+        log=log,
     )
 
     async def run_until_signal() -> None:
@@ -124,11 +141,15 @@ def main(options: argparse.Namespace) -> None:
         raise InputError(f"jfi serve needs {' and '.join(absent)}: pip install 'jfi[serve]'")
     if options.at is not None and options.follow is None:
         raise InputError("--at is a version of --follow FOLDER")
+    if options.log_requests is None and options.share is not None:
+        raise InputError("--share is a part of --log-requests FOLDER")
     if options.follow is not None and not options.follow.is_dir():
         raise ArtifactError(f"--follow {options.follow}: no such folder")
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.
     gc.set_threshold(100_000)
     store = open_state(options)
+    if store is None and (options.log or options.feed):
+        raise InputError("--log and --feed need a state: name it by --state")
     try:
         serve(options, store)
     finally:

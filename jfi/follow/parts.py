@@ -80,14 +80,15 @@ class PartFolder:
 
     Args:
         folder: of the parts.
+        option: that names it, for messages.
 
     Raises:
         DataError: there is no such folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, option: str = "--follow") -> None:
         if not folder.is_dir():
-            raise DataError(f"--follow {folder}: no such folder")
+            raise DataError(f"{option} {folder}: no such folder")
         self.folder = folder
         #: Names of files in the folder that were trained on.
         self._trained: set[str] = set()
@@ -111,6 +112,10 @@ class PartFolder:
             what = f"sorts before {last}, which was trained on; give later parts later names"
             raise RefusedPart(self.folder / found, f"{self.folder / found}: its name {what}")
         return found
+
+    def skip_to(self, last: str) -> None:
+        """Takes the parts up to one as trained on, without a look at them."""
+        self._trained |= {name for name in self._names() if name <= last}
 
     def part(self, name: str) -> Part:
         """See Parts."""

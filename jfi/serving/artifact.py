@@ -31,7 +31,7 @@ from jfi.utils.files import SUMS, DamagedFileError, check_sum, parse_sums
 from jfi.utils.files import sha256_of as file_sha256
 from jfi.utils.json_files import read_json
 
-FORMAT = 5
+FORMAT = 6
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.safetensors", "model.pt2"
 POLICY = "policy.json"
 #: In the metadata of model.pt2, see `jfi.serving.scorer.shapes_of`.
@@ -82,6 +82,7 @@ class Info(Format):
         limits: the defaults of the server's limits.
         schema: of requests, without the vocabularies.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
+        checkpoint: fingerprint of the run's parameters that are served as they are; None for others.
     """
 
     run: str | None
@@ -99,6 +100,7 @@ class Info(Format):
     limits: Limits
     schema: Schema
     calibration: list[tuple[float, float]] | None
+    checkpoint: str | None = None
 
 
 def read(path: Path, sha256: Collection[str] | None = None) -> tuple[Info, dict[str, str]]:

@@ -8,7 +8,7 @@ from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
 from jfi.events.groups import NUM_VALUES, SESSIONS, ItemColumn, StatisticsSettings
 from jfi.serving.schema import Field, PolicyFields, Schema
-from jfi.utils.encoding import SECONDS
+from jfi.utils.encoding import PER_SECOND
 
 if TYPE_CHECKING:
     from jfi.models import SequenceDLRM
@@ -51,7 +51,7 @@ def schema_of(
     """
     config, policy = config.resolved(), None
     if config.policy is not None and reads_history:
-        policy = PolicyFields(config.dwell, config.surface, config.session, SECONDS[config.dwell_unit])
+        policy = PolicyFields(config.dwell, config.surface, config.session, PER_SECOND[config.dwell_unit])
     if not reads_item:
         data = replace(data, features=[spec for spec in data.features if spec.column != data.item_key])
     events, shown = [], config.names("context", "category")

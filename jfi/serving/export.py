@@ -56,6 +56,7 @@ class Export:
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
         run: name of the model's run, which the server says, or None.
         trained: versions that the run has recorded, which the server says, or None.
+        checkpoint: fingerprint of the run's parameters, which `model` has for good, or None.
 
     Raises:
         ArtifactError: the device is missing.
@@ -79,6 +80,7 @@ class Export:
         calibration: list[tuple[float, float]] | None = None,
         run: str | None = None,
         trained: dict[str, str | None] | None = None,
+        checkpoint: str | None = None,
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ArtifactError("device is cuda, but there is no GPU here; export with --device cpu")
@@ -114,6 +116,7 @@ class Export:
             calibration=calibration,
             run=run,
             trained=trained,
+            checkpoint=checkpoint if tables == FLOAT else None,
         )
 
     def growing_ids(self) -> dict[str, Tensor]:

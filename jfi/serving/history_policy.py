@@ -56,7 +56,7 @@ class RequestPolicy:
         count = len(ages)
         if self._keeps_all:
             return np.arange(count), None
-        seconds = np.full(count, np.nan, np.float32) if dwell is None else dwell * self.fields.dwell_seconds
+        seconds = np.full(count, np.nan, np.float32) if dwell is None else dwell / self.fields.dwell_per_second
         if surface is None:
             surface = np.full(count, self._surfaces.get(_ONLY, -1))
         else:

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from jfi.serving.history_policy import RequestPolicy
+from jfi.serving.request_log import Served
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.validation import (
     LATEST,
@@ -62,7 +63,10 @@ class Request:
         num_candidates: R.
         weights: [S] float32, of the events, or None where all are 1.
         stored: what is read from the state when the request is scored, in place of what it does not have; or None.
+        now: time of the request in seconds.
         version: of the model that has scored it, see `jfi.serving.published`; None of an artifact alone.
+        model: that has scored it.
+        filled: the request with what was read from the state, as the model has read it; None where nothing was.
     """
 
     ids: dict[str, np.ndarray]
@@ -73,7 +77,10 @@ class Request:
     num_candidates: int
     weights: np.ndarray | None = None
     stored: Lookup | None = None
+    now: float = 0.0
     version: int | None = None
+    model: Served | None = None
+    filled: "Request | None" = None
 
 
 @dataclass
@@ -144,8 +151,9 @@ class RequestReader:
         self._stored = {part: {one.name for one in columns.get(part, ())} for part in self.fields}
         dense = [(part, one.name) for part in (USER, CANDIDATES) for one in parts[part] if one.kind == "number"]
         dense += [(CANDIDATES, one.name) for one in self._statistics]
-        #: By part and name the columns of the dense features.
+        #: By part and name the columns of the dense features; and their names, in their order.
         self._dense_at = {key: index for index, key in enumerate(dense)}
+        self.dense_names = [name for _, name in dense]
         #: By field with a vocabulary, a key of its ids. Slots of a list are left out: 0 is an empty slot there too.
         self._categories = {
             f"{part}.{one.name}": one.keys[0]
@@ -225,7 +233,7 @@ class RequestReader:
         count = len(next(iter(candidates.values()))) if candidates else len(request[CANDIDATES])
         # As in training, a model without dense features reads a column of zeros.
         dense = np.zeros((count, max(1, len(self._dense_at))), np.float32)
-        read = Request({}, {}, event.ages, dense, num_events, count, weights, stored if stored else None)
+        read = Request({}, {}, event.ages, dense, num_events, count, weights, stored if stored else None, now)
         read.ids |= event.ids
         self._add(read, user, candidate)
         return read

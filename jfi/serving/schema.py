@@ -63,13 +63,13 @@ class PolicyFields:
 
     Args:
         dwell, surface, session: their names in the request, each None if the policy was fitted without it.
-        dwell_seconds: seconds of a dwell of 1.
+        dwell_per_second: how many of the unit of dwells are a second.
     """
 
     dwell: str | None
     surface: str | None
     session: str | None
-    dwell_seconds: float = 1.0
+    dwell_per_second: float = 1.0
 
     def fields(self) -> "dict[str, Field]":
         """Returns by kind, as fields of the request."""

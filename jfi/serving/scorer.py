@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from jfi.serving import artifact
 from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.published import Change
+from jfi.serving.request_log import Served
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.schema import Inputs, Limits, Schema, empty_request
 from jfi.serving.tables import Tables, load_tables
@@ -58,12 +60,14 @@ class StateSettings:
         cold_if_unavailable: whether a request is scored without events if the store does not answer.
         max_late: seconds that an event may be older than its user's newest one.
         max_events: most events of a body.
+        is_logged: as of UserState.
     """
 
     store: Store
     cold_if_unavailable: bool = False
     max_late: float = 86400.0
     max_events: int = 10_000
+    is_logged: bool = False
 
 
 class Scorer:
@@ -122,7 +126,7 @@ class Scorer:
         #: The events of users, and what reads those that are sent for them; both None without a state.
         self.state = self.events = None
         if state is not None:
-            self.state = _naming(path, lambda: UserState(state.store, self.reader, state.max_late))
+            self.state = _naming(path, lambda: UserState(state.store, self.reader, state.max_late, state.is_logged))
             self.events = EventReader(self.state.layout, state.max_events)
         device = torch.device(tables_device or info.device)
         self.tables = load_tables(path / artifact.TABLES, info.quantization, info.tables, device)
@@ -145,6 +149,7 @@ class Scorer:
         #: The constants of the package; None for those of the artifact.
         self._constants: dict[str, Tensor] | None = None
         self.identity = artifact.identity(path)
+        self.served = Served(self.identity, info.run, info.checkpoint, output)
         #: Number of the published version that scores, see `jfi.serving.published`; None of an artifact alone.
         self.version: int | None = None
         #: False from the begin of a change to its end: while it runs, and after one that could not be undone.
@@ -192,7 +197,6 @@ class Scorer:
             for table, (rows, _, ids) in change.rows.items()
             if ids is not None
         }
-
         own = {table: (rows, values, rows_of_ids.get(table)) for table, (rows, values, _) in change.rows.items()}
         largest = change.largest_ids()
 
@@ -221,6 +225,7 @@ class Scorer:
         self.tables, self._constants = tables, constants
         for table, own in rows.items():
             tables.write_rows(table, *own)
+        self.served = msgspec.structs.replace(self.served, checkpoint=None if constants else self.info.checkpoint)
         self.version, self.is_whole = version, True
 
     def apply(self, change: Change) -> None:
@@ -238,8 +243,10 @@ class Scorer:
         if not self.is_whole:
             raise RuntimeError(f"a change of version {self.version} has failed; its model answers no more")
         for request in requests:
-            request.version = self.version
-        requests = self._with_stored(requests)
+            request.version, request.model = self.version, self.served
+        given, requests = requests, self._with_stored(requests)
+        for request, whole in zip(given, requests, strict=True):
+            request.filled = None if whole is request else whole
         if not self.info.padded:
             return self._score(requests)
         answers = {}

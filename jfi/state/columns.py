@@ -15,9 +15,9 @@ import numpy as np
 
 from jfi.serving.requests import Encoded
 from jfi.serving.schema import Field
-from jfi.serving.validation import BadRequestError, BodyType, fields_of, object_type
+from jfi.serving.validation import LONGEST_ID, BadRequestError, BodyType, fields_of, object_type
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import COLUMN_TYPES, LogRows, values_of
+from jfi.state.events import COLUMN_TYPES, Given, LogRows, values_of
 from jfi.state.layout import DTYPES, Column, EventLayout, StateInfo
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
 from jfi.state.stores import Changes, Get, Updated, finding_damage
@@ -203,6 +203,38 @@ def read_columns(layout: ColumnLayout, body: bytes) -> dict[str, Values]:
         raise BadRequestError(f"this state has no columns of {layout.of}s")
     given = fields_of(layout.body_type.read(body))
     return {name: values_of(layout.columns[name], [value], lambda _, name: name) for name, value in given.items()}
+
+
+def log_columns(
+    tables: Mapping[Entity, ColumnLayout],
+    ids: Mapping[Entity, Sequence[str]],
+    names: Sequence[str],
+    get: Get,
+    texts: Texts,
+) -> dict[str, Given]:
+    """Returns columns of items and users as rows of a log have them, as far as the state has these columns.
+
+    Args:
+        tables: the records.
+        ids: of the items and the users of the rows, `[N]` each.
+        names: of the columns.
+        get: reads keys of the store.
+        texts: reads its dictionaries.
+    """
+    found: dict[str, Given] = {}
+    for of, layout in tables.items():
+        if own := [name for name in names if name in layout.columns]:
+            keys = {one: layout.key(one) for one in ids[of] if len(one.encode()) <= LONGEST_ID}
+            values = dict(zip(keys, get([*keys.values()]), strict=True))
+            stored = layout.decode([values.get(one) for one in ids[of]])
+            for name in own:
+                column = stored[name]
+                if isinstance(column, tuple):
+                    found[name] = texts(name, column[0].tolist()), column[1]
+                else:
+                    is_text = layout.columns[name].kind == "text"
+                    found[name] = texts(name, column.tolist()) if is_text else column
+    return found
 
 
 class ModelColumns:

@@ -1,8 +1,9 @@
 """Checks rows of a log that are sent to the server, and makes records of them but for the numbers of their texts."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import NoneType
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,9 +30,11 @@ from jfi.serving.validation import (
 )
 from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of
-from jfi.utils.encoding import SECONDS
+from jfi.utils.encoding import PER_SECOND, finite_numbers, text_of
 from jfi.utils.jagged import first_values
 
+#: What was given of a column of the log, see `LogRows.given`.
+Given = Values | tuple[list[str], np.ndarray]
 #: By kind of a column the type of its values in a body.
 COLUMN_TYPES: dict[str, Any] = {
     "text": VALUE,
@@ -58,6 +61,8 @@ class LogRows:
         in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
         place: gives the place of a row in the body, for messages.
+        given: by column of the log the values that were sent: of texts, numbers or times `[N]`; of lists all texts and
+            the lengths `[N]`.
     """
 
     users: list[str]
@@ -68,9 +73,18 @@ class LogRows:
     in_history: np.ndarray
     sessions: np.ndarray
     place: Place
+    given: Mapping[str, Given] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.users)
+
+    def take(self, rows: np.ndarray) -> "LogRows":
+        """Returns rows `[K]` int64, without what was given."""
+        texts = {name: np.array(own, object).reshape(len(self), -1)[rows].ravel() for name, own in self.texts.items()}
+        own = {name: one.tolist() for name, one in texts.items()}
+        of_rows = (one[rows] for one in (self.labels, self.in_history, self.sessions))
+        users, place = [self.users[row] for row in rows], lambda row, name: self.place(int(rows[row]), name)
+        return LogRows(users, self.records[rows], own, self.lacking, *of_rows, place)
 
     def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
         """Returns the records of rows `[K]` int64, with the numbers of their texts."""
@@ -103,20 +117,29 @@ class EventReader:
     ) -> None:
         self.layout, self.max_events, self._log = layout, max_events, layout.log
         self._max_future, self._clock, log, settings = max_future, clock, layout.log, layout.info.statistics
-        #: By column of a row the type of its values.
-        types = {one.name: COLUMN_TYPES[one.kind] for one in (*layout.columns.values(), *log.others)}
+        #: By name the columns of a row, but for the user and the time.
+        self.columns = {one.name: one for one in (*layout.columns.values(), *log.others)}
         own, self._meaning = [log.user, log.time, *layout.columns], None
+        #: Names of columns of ids, which records need not keep.
+        self.texts = texts = [log.event_id] if log.event_id else []
         self._session = None if settings is None else settings.session
         if self._session is not None:
             own.append(self._session)
+            texts.append(self._session)
         if log.label is not None or log.history is not None:
             from jfi.state.meaning import Meaning  # only rules need pyarrow
 
             self._meaning = Meaning(log)
             own += self._meaning.of_history
-        for name in (*own, *([log.event_id] if log.event_id else [])):
-            types.setdefault(name, VALUE)
-        number = Annotated[float, Meta(gt=-LATEST / SECONDS[log.unit])]
+        #: Names of columns that rules and labels read.
+        self.raw: list[str] = [] if self._meaning is None else self._meaning.columns
+        for name in (*texts, *own):
+            if name not in (log.user, log.time):
+                self.columns.setdefault(name, Column(name, "text" if name in texts else "any"))
+        self._missing = {text for one in log.missing_values if (text := text_of(one)) is not None}
+        self._missing_numbers = finite_numbers(log.missing_values)
+        types = {name: self._type(one) for name, one in self.columns.items()}
+        number = Annotated[float, Meta(gt=-LATEST * PER_SECOND[log.unit])]
         date = Annotated[str, Meta(pattern=_DATE, description="a date and time by ISO 8601")]
         types |= {log.user: id_type(LONGEST_ID), log.item: id_type(LONGEST_TEXT), log.time: date | number}
         known = {one.name for one in (*layout.info.items, *layout.info.users)}
@@ -126,6 +149,13 @@ class EventReader:
         self.optional = [name for name in types if name not in self.required]
         rows = table_type("Row", types, self.optional, bounds=Meta(min_length=1, max_length=max_events))
         self._body = BodyType(rows, {"": types}, "events", "events")
+
+    def _type(self, column: Column) -> Any:
+        """The type of a column's values in a body, of lists with a separator of one text too."""
+        if column.kind == "number" and self._log.missing_values:
+            return COLUMN_TYPES["number"] | str
+        kind = COLUMN_TYPES[column.kind]
+        return kind | VALUE if column.name in self._log.separators else kind
 
     def json_schema(self) -> dict:
         """Returns the JSON Schema of a body of rows."""
@@ -153,41 +183,94 @@ class EventReader:
 
     def _read(self, given: Any) -> LogRows:
         rows = Rows("events", given)
-        if not (count := len(rows)):
+        if not len(rows):
             raise BadRequestError("events must not be empty")
-        log, columns, place = self._log, rows.columns, rows.place
-        users = names_of(columns[log.user], lambda row, _: place(row, log.user))
-        records = np.zeros(count, self.layout.dtype)
-        records[TIME] = self._times(columns[log.time], place)
-        found: dict[str, list[str | None]] = {}
+        log, given, place = self._log, rows.columns, rows.place
+        columns: dict[str, Given] = {
+            log.user: names_of(given[log.user], lambda row, _: place(row, log.user), missing=self._missing)
+        }
+        times, seconds = self._times(given[log.time], place)
+        for name, column in self.columns.items():
+            if name in given:
+                columns[name] = self._values(column, given[name], place)
+        if None in columns[log.item]:
+            row = columns[log.item].index(None)
+            got = shown(given[log.item][row])
+            raise BadRequestError(f"{place(row, log.item)} must be the id of an item, got {got}")
+        return self.encode(columns | {log.time: times}, seconds, given, place)
+
+    def _values(self, column: Column, values: Values, place: Place) -> Given:
+        """The values of a column as training reads them; what a rule or a label reads stays as it is."""
+        log = self._log
+        if column.kind == "any":
+            return values
+        if column.kind == "number" and log.missing_values:
+            values = [None if value in log.missing_values else value for value in values]
+            if str in set(map(type, values)):
+                row = [type(value) is str for value in values].index(True)
+                raise BadRequestError(f"{place(row, column.name)} must be a number or null, got {shown(values[row])}")
+        elif (separator := log.separators.get(column.name)) is not None:
+            values = [one if type(one) in (list, NoneType) else (text_of(one) or "").split(separator) for one in values]
+        found = values_of(column, values, place)
+        if not log.missing_values or column.kind == "sid":
+            return found
+        if column.kind == "number":
+            return np.where(np.isin(found, self._missing_numbers), np.nan, found)
+        if column.kind != "texts":
+            return [None if text in self._missing else text for text in found]
+        flat, lengths = found
+        there = np.array([text not in self._missing for text in flat], bool)
+        owner = np.repeat(np.arange(len(lengths)), lengths)[there]
+        return [text for text in flat if text not in self._missing], np.bincount(owner, minlength=len(lengths))
+
+    def encode(
+        self, columns: Mapping[str, Given], seconds: np.ndarray, raw: Mapping[str, Given], place: Place
+    ) -> LogRows:
+        """Makes rows of checked values.
+
+        Args:
+            columns: by name those of the log.
+            seconds: `[N]` float64, the times.
+            raw: columns by which labels and events of histories are told, as they were given.
+            place: gives the place of a row, for messages.
+
+        Raises:
+            BadRequestError: a fault, with its place.
+        """
+        log, count = self._log, len(seconds)
+        records, found = np.zeros(count, self.layout.dtype), {}
+        records[TIME] = seconds
         lacking = [name for name in self.layout.columns if name not in columns]
         for name, column in self.layout.columns.items():
             if name in lacking:
                 continue
-            values = values_of(column, columns[name], place)
+            values = columns[name]
             if isinstance(values, tuple):
                 own, ends = np.array(values[0], object), np.append(0, values[1].cumsum())
                 found[name] = first_values(own, ends, column.size, missing=None).ravel().tolist()
+            elif column.kind == "session":
+                records[name] = hashes(values)
             elif isinstance(values, list):
                 found[name] = values
             else:
                 records[name] = values
-        for column in log.others:
-            if column.kind == "sid" and column.name in columns:
-                values_of(column, columns[column.name], place)
-        event_ids = texts(columns[log.event_id]) if log.event_id in columns else None
-        records[ID] = ids_of(found[log.item], records[TIME], event_ids)
-        labels, in_history = np.ones(count, np.float32), np.ones(count, bool)
+        records[ID] = ids_of(found[log.item], seconds, columns.get(log.event_id))
+        labels, in_history, given = np.ones(count, np.float32), np.ones(count, bool), dict(columns)
         if self._meaning is not None:
-            labels, in_history = self._meaning(columns, count)
+            labels, in_history = self._meaning(raw, count, place)
+            given |= {name: raw[name] for name in self.raw if name in raw}
         records[LABELED] = ~np.isnan(labels)
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
-            sessions = hashes(texts(columns[self._session]))
-        return LogRows(users, records, found, lacking, labels, in_history, sessions, place)
+            sessions = hashes(columns[self._session])
+        return LogRows(columns[log.user], records, found, lacking, labels, in_history, sessions, place, given)
 
-    def _times(self, values: Values, place: Place) -> np.ndarray:
-        """`[N]` float64 seconds."""
+    def ahead(self, seconds: np.ndarray) -> np.ndarray:
+        """Returns which times are further ahead of the clock than is allowed."""
+        return seconds > self._clock() + self._max_future
+
+    def _times(self, values: Values, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        """`[N]` numbers of the log's unit, or `[N]` datetime64; and these as `[N]` float64 seconds."""
         name, kinds = self._log.time, set(map(type, values))
         if len(kinds) > 1:
             row = [type(value) is type(values[0]) for value in values].index(False)
@@ -195,20 +278,21 @@ class EventReader:
             raise BadRequestError(f"{place(row, name)} must be a {kind} as that of row 0, got {shown(values[row])}")
         if kinds == {float}:
             with np.errstate(over="ignore"):
-                found = np.array(values, np.float64) * SECONDS[self._log.unit]
+                times = np.array(values, np.float64)
+            seconds = np.where(np.isin(times, self._missing_numbers), np.nan, times / PER_SECOND[self._log.unit])
         else:
-            from jfi.state.meaning import times
+            from jfi.state.meaning import times as times_of
 
-            found = times(name, values, self._log.unit)
-        is_old = found <= -LATEST
-        ahead = found > self._clock() + self._max_future
-        if (ahead | is_old).any():
-            row = int((ahead | is_old).argmax())
-            if is_old[row]:
+            seconds = times_of(values, self._log, place)
+            times = np.rint(seconds * 1e6).astype("datetime64[us]")  # exact until 2041
+        is_none, ahead = ~(seconds > -LATEST), self.ahead(seconds)
+        if (ahead | is_none).any():
+            row = int((ahead | is_none).argmax())
+            if is_none[row]:
                 raise BadRequestError(f"{place(row, name)} must be a time, got {shown(values[row])}")
             limit = f"more than {self._max_future:g} s ahead of the server's clock"
             raise BadRequestError(f"{place(row, name)} is {shown(values[row])}, {limit}")
-        return found
+        return times, seconds
 
 
 def values_of(column: Column, given: Values, place: Place) -> Values | tuple[list[str], np.ndarray]:
@@ -224,14 +308,14 @@ def values_of(column: Column, given: Values, place: Place) -> Values | tuple[lis
     if column.kind == "texts":
         flat, lengths = flat_values(given)
         return list(texts(flat)), lengths
-    found = list(texts(given))
-    return hashes(found) if column.kind == "session" else found
+    return list(texts(given))
 
 
-def names_of(values: Sequence[object], place: Place, of: str = "a user") -> list[str]:
-    """The texts of users' ids, or of items'.
+def names_of(values: Sequence[object], place: Place, of: str = "a user", missing: Collection[str] = ()) -> list[str]:
+    """The texts of users' ids, or of items'; one that is in `missing` is none.
 
     Raises:
         BadRequestError: one is missing, of another type, or too long.
     """
-    return [read_id(values[row], text, place(row, ""), of) for row, text in enumerate(texts(values))]
+    found = [None if text in missing else text for text in texts(values)]
+    return [read_id(values[row], text, place(row, ""), of) for row, text in enumerate(found)]

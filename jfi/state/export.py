@@ -12,7 +12,7 @@ from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import TIME, EventLayout
 from jfi.state.state import read_layout, scan_records
 from jfi.state.stores import Store
-from jfi.utils.encoding import SECONDS
+from jfi.utils.encoding import PER_SECOND
 from jfi.utils.files import writing_file
 
 #: Events of a row group.
@@ -43,7 +43,7 @@ def export_events(store: Store, out: Path) -> tuple[int, int]:
             lengths, joined = list(map(len, records)), np.concatenate(records)
             columns = [
                 pa.array(np.repeat(np.array(names, object), lengths), pa.string()),
-                pa.array(joined[TIME] / SECONDS[log.unit]),
+                pa.array(joined[TIME] * PER_SECOND[log.unit]),
             ]
             columns += [as_arrow(one, joined[name], texts) for name, one in layout.columns.items()]
             writer.write_table(pa.table(columns, schema))

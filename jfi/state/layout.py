@@ -34,6 +34,10 @@ _OWN = [(TIME, "<f8"), (ID, "<u8"), (LABELED, "u1")]
 #: Events older than the newest `max_history` that stay, for requests of a time before the newest ones and for late
 #: rows; and rows that are no events of histories, by which repeated ones are known.
 MARGIN, OTHERS = 64, 256
+#: The key of the number of rows of the log that the state has.
+POSITION = b"p"
+#: The key of the part that the state was fed last, see `jfi.state.outbox.Cursor`.
+CURSOR = b"f"
 #: The format of stores that this version reads.
 FORMAT = 3
 DTYPES = {"text": "<i4", "texts": "<i4", "number": "<f8", "sid": "<i8", "session": "<u8"}
@@ -72,6 +76,9 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         history: rule of which rows are events of histories; None for all.
         event_id: column of an id by which a row that comes again is known; None for the user, the item and the time.
         others: columns of the log that the records do not keep, such as those of labels.
+        missing_values: texts that mean a missing value.
+        separators: by column of lists what is between their values where they are one text.
+        null_ids: as `data.null_ids`.
     """
 
     user: str = "user_id"
@@ -83,6 +90,9 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     history: str | None = None
     event_id: str | None = None
     others: list[Column] = []
+    missing_values: list[str] = []
+    separators: dict[str, str] = {}
+    null_ids: str = "refuse"
 
 
 class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -295,6 +305,11 @@ def mixed(items: np.ndarray, times: np.ndarray) -> np.ndarray:
         bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
     bits = (bits ^ items) * np.uint64(0x9E3779B97F4A7C15)
     return np.maximum(bits ^ (bits >> np.uint64(32)), np.uint64(1))
+
+
+def integer(value: bytes | None) -> int:
+    """Returns the number of a key such as `POSITION`, 0 where it is not there."""
+    return int.from_bytes(value or b"", "little")
 
 
 def digest(text: str) -> bytes:

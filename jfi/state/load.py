@@ -120,7 +120,8 @@ def log_of(config: DataConfig, schema: DataSchema) -> Log:
             kind = "texts" if has_lists(schema, name) else "text"
         others.append(Column(name, kind, settings.max_slots if kind == "texts" else 1))
     own = settings.user, settings.item, settings.timestamp, settings.timestamp_unit
-    return Log(*own, label.label, label.task, settings.history, settings.event_id, others)
+    texts = settings.missing_values, settings.separators(), settings.null_ids
+    return Log(*own, label.label, label.task, settings.history, settings.event_id, others, *texts)
 
 
 def counter_records(counters: StateCounters, config: DataConfig, schema: DataSchema) -> Iterator[tuple[bytes, bytes]]:

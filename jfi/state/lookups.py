@@ -22,6 +22,7 @@ class Lookup:
         time: of the newest of them in seconds, or None.
         unknown_items: how many of the candidates have no columns in the state; None if none are read.
         is_available: whether the store has answered.
+        position: rows of the log that the state had; 0 if it was not read.
         column_ids: by key the ids `[R, K]` of the candidates' values that statistics count by.
     """
 
@@ -36,6 +37,7 @@ class Lookup:
     time: float | None = None
     unknown_items: int | None = None
     is_available: bool = True
+    position: int = 0
     column_ids: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -43,7 +45,7 @@ class Lookup:
 
     def mark_unavailable(self) -> None:
         """Forgets what was read before the store failed."""
-        self.events, self.time, self.unknown_items, self.is_available = 0, None, None, False
+        self.events, self.time, self.unknown_items, self.is_available, self.position = 0, None, None, False, 0
 
     def answer(self) -> dict[str, object]:
         """Returns what an answer says of it."""

@@ -1,7 +1,7 @@
 """The newest events of users, read for requests and written as events arrive."""
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -16,9 +16,21 @@ from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of
 from jfi.state.counters import StateCounters
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
-from jfi.state.layout import FORMAT, TIME, EventLayout, StateInfo, comparable, other_key, user_key
+from jfi.state.layout import (
+    CURSOR,
+    FORMAT,
+    POSITION,
+    TIME,
+    EventLayout,
+    StateInfo,
+    comparable,
+    integer,
+    other_key,
+    user_key,
+)
 from jfi.state.lookups import Lookup
 from jfi.state.model_ids import ModelIds
+from jfi.state.outbox import entry
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
@@ -33,10 +45,12 @@ class Added:
     Args:
         added: those that count.
         repeated: those that were there already.
+        late: those that came too late and were left out.
     """
 
     added: int
     repeated: int
+    late: int = 0
 
 
 class UserState:
@@ -46,14 +60,17 @@ class UserState:
         store: of the events.
         reader: of requests to the model, of whose schema, vocabularies and newest events the ids are.
         max_late: seconds that an event may be older than its user's newest one.
+        is_logged: whether rows that are accepted go into the outbox too, see `jfi.state.outbox`.
 
     Raises:
         StoreUnavailableError: the store does not answer.
         StateError: it has no state, a damaged one, or not what the model reads.
     """
 
-    def __init__(self, store: Store, reader: RequestReader, max_late: float = MAX_LATE) -> None:
-        self.store, self.reader, self.max_late = store, reader, max_late
+    def __init__(
+        self, store: Store, reader: RequestReader, max_late: float = MAX_LATE, is_logged: bool = False
+    ) -> None:
+        self.store, self.reader, self.max_late, self._is_logged = store, reader, max_late, is_logged
         store.check()
         (self._info,) = store.get([_INFO])
         self.layout = EventLayout(_decoded(self._info))
@@ -63,6 +80,8 @@ class UserState:
             raise StateError(f"the state {what}; load it by `jfi state load` of a run with that `data.max_history`")
         if schema.statistics is not None:
             _check_statistics(info.statistics, comparable(schema.statistics, schema))
+        #: Rows of the log that the state has, as of the last read or write.
+        self.position = 0
         #: Numbers and texts that were read.
         self._cache = Cache()
         self._ids = ModelIds(self.layout, schema, reader.known, self.texts)
@@ -112,33 +131,101 @@ class UserState:
             StateError: the state is damaged, and nothing was written.
         """
         results: list[Added | BadRequestError] = []
-        new: dict[str, dict[str | None, int]] = {}
 
-        def change(get: Get) -> Changes:
+        def change(get: Get, names: Dictionaries) -> tuple[int, Changes]:
             results.clear()
-            new.clear()
-            users = list(dict.fromkeys(user for events in bodies for user in events.users))
-            self._check_info(get([_INFO])[0])
-            now, names = UserRows(self.layout, get, users), Dictionaries(get, self._cache)
-            counted: list[tuple[LogRows, Chosen]] = []
-            for given in bodies:
-                events = complete(given, self.layout, self.tables, get, names)
-                chosen = now.choose(events, self.max_late)
-                if len(chosen.late):
-                    results.append(self._late(events, int(chosen.late[0]), now))
-                    continue
-                now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
-                counted.append((events, chosen))
-                results.append(Added(len(chosen.kept), chosen.repeated))
-            changes: Changes = {}
-            if self.counters is not None and counted:
-                changes |= self.counters.changes(get, counted, self._ids)
-            new.update(names.new)
-            return changes | now.changes() | names.changes()
+            counted, told, changes = self._count(get, names, bodies, refuses_late=True)
+            results.extend(told)
+            rows = [(events, chosen.kept) for events, chosen in counted]
+            count = sum(len(kept) for _, kept in rows)
+            if self._is_logged and count:
+                begin = integer(get([POSITION])[0])
+                changes |= entry(begin, self.layout, self.tables, rows, get, names.texts)
+            return count, changes
 
-        self.store.update(change)
-        self._cache.keep(new)
+        self._update(change)
         return results
+
+    def feed(self, steps: Sequence[Sequence[LogRows]], cursors: tuple[bytes | None, bytes]) -> Added | None:
+        """Adds rows of a log that others write, all at once; late ones are left out.
+
+        Args:
+            steps: bodies that are counted together, one after another as they were accepted, or in the order of time.
+            cursors: what the state was fed last before, and with these rows.
+
+        Returns:
+            None, and nothing is added, if the state was fed something else meanwhile.
+
+        Raises:
+            StoreUnavailableError, StateError: as of `add`.
+        """
+        found: list[Added] = []
+
+        def change(get: Get, names: Dictionaries) -> tuple[int, Changes]:
+            found.clear()
+            changes: Changes = {}
+            if get([CURSOR]) != [cursors[0]]:
+                return 0, changes
+
+            def read(keys: Sequence[bytes]) -> list[bytes | None]:
+                values = get(keys)
+                return [changes.get(key, value) for key, value in zip(keys, values, strict=True)] if changes else values
+
+            for bodies in steps:
+                _, told, own = self._count(read, names, bodies, refuses_late=False)
+                changes |= own
+                found.extend(told)
+            return sum(map(len, chain.from_iterable(steps))), changes | {CURSOR: cursors[1]}
+
+        self._update(change)
+        if not found:
+            return None
+        return Added(*(sum(getattr(one, name) for one in found) for name in ("added", "repeated", "late")))
+
+    def _update(self, change: Callable[[Get, Dictionaries], tuple[int, Changes]]) -> None:
+        """Writes what `change` returns, with the numbers of new texts and the rows by which the position grows."""
+        new: dict[str, dict[str | None, int]] = {}
+        end = 0
+
+        def whole(get: Get) -> Changes:
+            nonlocal end
+            info, position = get([_INFO, POSITION])
+            self._check_info(info)
+            names = Dictionaries(get, self._cache)
+            count, changes = change(get, names)
+            end = integer(position) + count
+            new.clear()
+            new.update(names.new)
+            return changes | names.changes() | ({POSITION: end.to_bytes(8, "little")} if count else {})
+
+        self.store.update(whole)
+        self._cache.keep(new)
+        self.position = end
+
+    def _count(
+        self, get: Get, names: Dictionaries, bodies: Sequence[LogRows], refuses_late: bool
+    ) -> tuple[list[tuple[LogRows, Chosen]], list[Added | BadRequestError], Changes]:
+        """Adds bodies of rows to those of their users, and counts them together.
+
+        Returns:
+            The bodies that were added with their rows that count, what became of each body, and what changes.
+        """
+        now = UserRows(self.layout, get, list(dict.fromkeys(user for events in bodies for user in events.users)))
+        counted: list[tuple[LogRows, Chosen]] = []
+        results: list[Added | BadRequestError] = []
+        for given in bodies:
+            events = complete(given, self.layout, self.tables, get, names)
+            chosen = now.choose(events, self.max_late)
+            if refuses_late and len(chosen.late):
+                results.append(self._late(events, int(chosen.late[0]), now))
+                continue
+            now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
+            counted.append((events, chosen))
+            results.append(Added(len(chosen.kept), chosen.repeated, len(chosen.late)))
+        changes: Changes = {}
+        if self.counters is not None and counted:
+            changes |= self.counters.changes(get, counted, self._ids)
+        return counted, results, changes | now.changes()
 
     def _late(self, events: LogRows, row: int, now: UserRows) -> BadRequestError:
         at, newest = events.place(row, self.layout.log.time), now.newest(events.users[row])
@@ -188,9 +275,11 @@ class UserState:
         """
         keys = [[] if one.stored is None else self._keys(one.stored) for one in requests]
         values: Sequence[bytes | None] = [None] * sum(map(len, keys))
+        position = 0
         if any(one.stored is not None for one in requests) and is_available:
-            info, *values = self.store.get([_INFO, *chain.from_iterable(keys)])
+            info, found, *values = self.store.get([_INFO, POSITION, *chain.from_iterable(keys)])
             self._check_info(info)
+            self.position = position = integer(found)
         rest = iter(values)
         found = [
             one if one.stored is None else self._filled(one, [*islice(rest, len(own))])
@@ -198,7 +287,7 @@ class UserState:
         ]
         asked = [one.stored for one in found if one.stored is not None]
         for stored in asked:
-            stored.is_available = is_available
+            stored.is_available, stored.position = is_available, position
         if self.reader.schema.statistics is None or not asked or not is_available:
             return found
         statistics = iter(self.counters.read(self.store.get, asked))

@@ -6,6 +6,7 @@ and no other writer comes between; `put` writes many keys without that promise, 
 
 import os
 import re
+import secrets
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import msgspec
 
 from jfi.utils.errors import InputError
+from jfi.utils.files import try_lock
 
 #: Reads keys within an update, in their order; None for one that is not there.
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
@@ -33,6 +35,8 @@ _BYTES_AT_ONCE = 1 << 26
 _TRIES = 100
 #: Seconds for which a Redis server that has not answered is not called again: each call would wait for its timeout.
 _PAUSE = 1.0
+#: Seconds after which a name that a process holds on a server is free, if the process has not asked again.
+_HOLD_SECONDS = 10
 #: What the client says before an error of a pipeline: the command, with all bytes of its value.
 _COMMAND = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
 #: Name of the environment variable with the password of a server: all users of a machine see what commands are given.
@@ -79,6 +83,9 @@ class Store(Updated, Protocol):
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yields all keys that begin with `prefix`, and their values."""
+
+    def hold(self, name: str) -> bool:
+        """Tries to be the one process that holds a name, until the process ends or, on a server, 10 s after a call."""
 
     def check(self) -> None:
         """Raises StateError if the store may remove keys by itself."""
@@ -148,6 +155,9 @@ class LmdbStore:
             self._environment = lmdb.open(str(path), map_size=max_bytes, create=create, readahead=False)
         except lmdb.Error as error:
             raise StateError(f"{path} cannot be opened: {error}") from None
+        self._path = path
+        #: By name the file whose lock is held.
+        self._held: dict[str, int] = {}
 
     @contextmanager
     def _naming_faults(self) -> Iterator[None]:
@@ -194,11 +204,24 @@ class LmdbStore:
                         break
                     yield key, value
 
+    def hold(self, name: str) -> bool:
+        """See Store; by the lock of a file."""
+        if name not in self._held:
+            file = os.open(self._path / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            if try_lock(file) is False:
+                os.close(file)
+                return False
+            self._held[name] = file
+        return True
+
     def check(self) -> None:
         """See Store."""
 
     def close(self) -> None:
         """See Store."""
+        for file in self._held.values():
+            os.close(file)
+        self._held.clear()
         self._environment.close()
 
 
@@ -271,7 +294,7 @@ class RedisStore:
         if without_password(url) != url:
             why = f"all users of the machine see its password; set the environment variable {PASSWORD} to it"
             raise StateError(f"{without_password(url)} cannot be used: {why}")
-        self._prefix = prefix.encode() + b":"
+        self._prefix, self._owner = prefix.encode() + b":", secrets.token_bytes(16)
         scheme = parts.scheme.replace("redis", "valkey")
         address = parts._replace(scheme=scheme, query=urlencode(query)).geturl()
         self._name, self._conflict = without_password(url), valkey.WatchError
@@ -337,6 +360,14 @@ class RedisStore:
                 for key, value in zip(part, client.mget(part), strict=True):
                     if value is not None:
                         yield key.removeprefix(self._prefix), value
+
+    def hold(self, name: str) -> bool:
+        """See Store; by a key that expires."""
+        key = self._prefix + b"l" + name.encode()
+        with self._writes() as client:
+            if client.set(key, self._owner, nx=True, ex=_HOLD_SECONDS):
+                return True
+            return client.get(key) == self._owner and bool(client.expire(key, _HOLD_SECONDS))
 
     def check(self) -> None:
         """See Store."""

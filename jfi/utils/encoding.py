@@ -7,6 +7,7 @@ that a value has one id in both.
 import re
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -17,8 +18,8 @@ import numpy as np
 
 #: Id of a value that is missing or that the training rows do not have.
 UNKNOWN = 0
-#: By unit of a time or a duration its seconds.
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+#: By unit of a time or a duration how many are a second; the quotient is the float64 next to the moment, as of a date.
+PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 #: Of a raw id. The two int64 above stand for none where ids are mapped to rows.
 LARGEST_ID = 2**63 - 2
 #: Of float32. A dense feature further from 0 counts as missing, so that no mean or deviation leaves float64's range.
@@ -87,6 +88,19 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
     return True
+
+
+def finite_numbers(texts: Iterable[str]) -> list[float]:
+    """Returns the numbers among texts.
+
+    >>> finite_numbers(["NULL", "-1", "nan"])
+    [-1.0]
+    """
+    found = []
+    for text in texts:
+        with suppress(ValueError):
+            found.append(float(text))
+    return [number for number in found if np.isfinite(number)]
 
 
 class Vocabulary:

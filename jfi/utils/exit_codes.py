@@ -13,7 +13,7 @@ from pathlib import Path
 from jfi.utils.errors import InputError, import_line, memory_cause, memory_line, shorten
 from jfi.utils.files import naming
 
-SUCCESS, DIVERGED, WRONG_INPUT, STORAGE, MEMORY = range(5)
+SUCCESS, DIVERGED, WRONG_INPUT, STORAGE, MEMORY, DIFFERS = range(6)
 #: For `--help`; 130 is Ctrl-C.
 EXIT_CODES = """\
 exit codes:
@@ -22,6 +22,7 @@ exit codes:
   2: wrong input or config;
   3: storage is full, read-only, out of reach or without rights;
   4: out of memory, or of threads;
+  5: `jfi audit` has found a request that was served otherwise than training reads it;
   128 + n: stopped by signal n; a run's state is saved, and any other file is written whole or not at all"""
 
 

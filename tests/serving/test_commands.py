@@ -25,6 +25,7 @@ from torch._inductor.exc import CppCompileError, InductorError
 
 from jfi.serving.artifact import MODEL, ArtifactError, read, sha256_of
 from jfi.serving.published import ARTIFACT, MANIFEST, numbers, path_of, read_version
+from jfi.serving.request_log import read_lines
 from jfi.utils.files import LOCK, locking
 
 from .conftest import ROOT, rewriting
@@ -75,8 +76,9 @@ def test_serve_listens_on_loopback_and_finishes_what_it_accepted(exported, score
         assert process.wait(60) == 0
 
 
-def test_options_are_heard(exported, request_body):
-    options = ["--output", "probabilities", "--log-requests", "--deadline-ms", 60_000, "--body-seconds", 3]
+def test_options_are_heard(exported, request_body, tmp_path):
+    options = ["--output", "probabilities", "--access-log", "--deadline-ms", 60_000, "--body-seconds", 3]
+    options += ["--log-requests", tmp_path / "requests", "--share", 1]
     with server("--artifact", exported.path, *options) as (process, address):
         assert all(0 < score < 1 for score in post(address, request_body)["scores"])
         with socket.create_connection(address.removeprefix("http://").split(":")) as half:
@@ -85,7 +87,10 @@ def test_options_are_heard(exported, request_body):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         said = process.stderr.read()
-    assert re.search(r"id=\w+ POST /score 200 ", said) and "Traceback" not in said
+    assert (name := re.search(r"id=(\w+) POST /score 200 ", said)) and "Traceback" not in said
+    (line,) = read_lines(tmp_path / "requests")
+    assert (line.id, line.model.output) == (name[1], "probabilities")
+    assert commands.call("serve", "--artifact", exported.path, "--share", 0.5) == 2
 
 
 def test_an_artifact_without_calibration_has_all_but_calibrated_scores(

@@ -16,7 +16,7 @@ from jfi.serving.schema import Field, Limits, PolicyFields, Schema
 from .test_columns import assert_same, by_columns, encode, outcome
 
 SHORT, LONG = ["feed", "search", "unknown"], ["feed", "a page of products", "s" * 40]
-ALL = PolicyFields("dwell", "surface", "session", 0.001)
+ALL = PolicyFields("dwell", "surface", "session", 1000.0)
 
 
 def fitted(surfaces: list[str], **options) -> Policy:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from jfi.data.errors import DataError
 from jfi.data.io.arrays import TEXT, as_float64, as_text, as_type, common_type, flatten, is_list, text_lists
-from jfi.utils.encoding import SECONDS, text_of
+from jfi.utils.encoding import PER_SECOND, finite_numbers, text_of
 from jfi.utils.errors import suggest
 
 _log = logging.getLogger(__name__)
@@ -199,11 +199,11 @@ class SourceRows:
         numbers, row = _convert(as_float64, column)
         if row is not None:
             value = _show(column[row])
-            if not advice and value in _MARKS.to_pylist():
+            if not advice and self.reading.is_configured and value in _MARKS.to_pylist():
                 advice = f"; data.missing_values lists texts that mean a missing value, such as [{value}]"
             raise self.fault(row, f"'{name}' is '{value}', not a number{advice}")
         numbers = numbers.to_numpy(zero_copy_only=False)
-        missing = [float(value) for value in self.reading.missing_values if _is_number(value)]
+        missing = finite_numbers(self.reading.missing_values)
         return np.where(np.isin(numbers, missing), np.nan, numbers) if missing else numbers
 
     def _present(self, name: str) -> pa.Array:
@@ -236,7 +236,7 @@ class SourceRows:
         if first != kind:
             raise self.fault(0, f"'{name}' is '{_show(column[0])}', {_differs(kind, first)}")
         if kind == _NUMBER and column.type != TEXT:
-            seconds = self.numbers(name) * SECONDS[unit]
+            seconds = self.numbers(name) / PER_SECOND[unit]
         else:
             times, row = _convert(partial(_as_time, kind=first), column)
             if row is not None:
@@ -244,7 +244,7 @@ class SourceRows:
                 what = "neither a number nor a date" if alone is None else _differs(alone, first)
                 raise self.fault(row, f"'{name}' is '{_show(column[row])}', {what}")
             times = times.to_numpy(zero_copy_only=False)
-            seconds = times * (SECONDS[unit] if kind == _NUMBER else 1e-6)
+            seconds = times / (PER_SECOND[unit] if kind == _NUMBER else 1e6)
         wrong = ~np.isfinite(seconds)
         if wrong.any():
             row = int(wrong.argmax())
@@ -284,16 +284,9 @@ def _join(tables: Sequence[SourceRows], name: str) -> pa.ChunkedArray:
 
 def header_hint(names: Sequence[str]) -> str:
     """Returns advice for messages where names of columns look like values, else ""."""
-    if not any(map(_is_number, names)):
+    if not finite_numbers(names):
         return ""
     return "; the first line seems to be a row: name the columns by data.header if the file has no header"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return bool(np.isfinite(float(text)))
-    except ValueError:
-        return False
 
 
 def _show(value: pa.Scalar) -> str:

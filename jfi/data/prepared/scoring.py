@@ -109,6 +109,7 @@ class ScoringRows:
         policy: of the run, or None.
         trains: whether the rows are to be trained on: they keep their weights and auxiliary labels.
         past: makes the statistics of the rows in place of the history; or None.
+        are_events: whether the rows are events for the histories and statistics of later ones, too.
         memory: most that sorting holds in memory; None is half of what is free.
 
     Raises:
@@ -126,6 +127,7 @@ class ScoringRows:
         policy: Policy | None = None,
         trains: bool = False,
         past: MakeStatistics | None = None,
+        are_events: bool = True,
         memory: str | None = None,
     ) -> None:
         sources = sources.find(config)
@@ -134,7 +136,7 @@ class ScoringRows:
         self._config = config = _config_of(config.resolved(), sources, policy is not None, trains)
         self._wanted, self._past = config.columns(of_interactions=True), past
         self._folder, self._schema, self._by, self._policy = folder, schema, list(dict.fromkeys(by)), policy
-        self._warned: set[str] = set()
+        self._warned, self._are_events = set[str](), are_events
         #: Why rows have no label, where a file lacks a column of it.
         self.no_label: str | None = None
         #: The rows to score that the history has too.
@@ -189,7 +191,9 @@ class ScoringRows:
             item_ids, candidates, known = _with_candidates(item_ids, schema, self._tables.items is not None)
         split = np.broadcast_to(np.int8(0), len(columns[ROW]))
         events = sorted_events(config, folder, split, self._events_of_histories(columns))
-        raw = Columns(self._tables, folder, events, item_ids)
+        # Users and items without a table have the columns of their first event.
+        since = events.time if self._are_events else np.where(columns["split"] == HISTORY, events.time, np.inf)
+        raw = Columns(self._tables, folder, events, item_ids, since)
         ids, engagement, statistics = encode_features(raw, schema), None, None
         if self._policy is not None and (engagement := read_engagement(raw)) is not None:
             # Of an event on a surface that the policy does not know nothing is known, as of any unseen value.
@@ -222,10 +226,14 @@ class ScoringRows:
 
     def _events_of_histories(self, columns: dict[str, np.ndarray]) -> np.ndarray | None:
         """The rows that histories consist of: a row of the history that is scored too counts once; None without one."""
-        if self.num_rows == len(columns[ROW]):
+        if self.num_rows == len(columns[ROW]) and self._are_events:
             return None
         event = new_map(self._folder / SCRATCH / "is_event.npy", np.int8, len(columns["user"]))
         event[:] = 1 if self._config.history is None else columns["event"]
+        if not self._are_events:
+            self._repeated = np.flatnonzero(columns["split"] != HISTORY)
+            event[self._repeated] = 0
+            return write_true_rows(self._folder / SCRATCH / "histories", event)
         repeated = []
         for begin, end in user_blocks(first_rows(columns["user"])):
             keys = [columns[name][begin:end] for name in ("user", "time", "item")]
@@ -271,7 +279,11 @@ class ScoringRows:
         lacking = sorted(optional - {*table.known})
         if number != HISTORY and (first := next((name for name in lacking if name in label), None)):
             self.no_label = self.no_label or f"{table.name}: no column '{first}', which the label needs"
-        if number != HISTORY and (happened := [name for name in lacking if name not in label | self._warned]):
+        if (
+            self._are_events
+            and number != HISTORY
+            and (happened := [name for name in lacking if name not in label | self._warned])
+        ):
             self._warned.update(happened)
             names = ", ".join(f"'{name}'" for name in happened)
             _log.warning("%s: no column %s; it counts as missing in the rows' events", table.name, names)

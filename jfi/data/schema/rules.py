@@ -262,7 +262,8 @@ def read_labels(table: SourceRows, label: str | None, task: str) -> np.ndarray:
     column = only_column(label)
     if column is None:
         return parse_rule(label).holds(table)
-    advice = f"; did you mean a rule such as '{label} == VALUE'?" if task != "regression" else ""
+    advises = table.reading.is_configured
+    advice = f"; did you mean a rule such as '{label} == VALUE'?" if advises and task != "regression" else ""
     values = table.numbers(column, advice)
     if task == "regression":
         wrong = np.abs(values) > LARGEST_NUMBER
@@ -271,7 +272,7 @@ def read_labels(table: SourceRows, label: str | None, task: str) -> np.ndarray:
     if wrong.any():
         row = int(wrong.argmax())
         value, advice = f"{values[row]:g}", "a label with task: regression predicts numbers"
-        must = f"0 or 1; did you mean a rule such as '{label} >= {value}'? {advice}"
+        must = f"0 or 1; did you mean a rule such as '{label} >= {value}'? {advice}" if advises else "0 or 1"
         must = "a finite number of float32" if task == "regression" else must
         raise table.fault(row, f"label '{label}' is {value}, not {must}")
     return values.astype(np.float32)

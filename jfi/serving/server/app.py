@@ -24,13 +24,16 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from jfi.serving.request_log import RequestLog
 from jfi.serving.requests import BadRequestError
 from jfi.serving.scorer import NotFiniteError, Scorer
 from jfi.serving.server.admission import Admission, Bodies, Connections, OverloadedError, Pace, Runner
@@ -55,6 +58,11 @@ _BODIES = web.AppKey("bodies", Bodies)
 _CONNECTIONS = web.AppKey("connections", Connections)
 _FAULTS, _PROBES = web.AppKey("faults", Pace), web.AppKey("probes", Pace)
 _WRITER = web.AppKey("writer", EventWriter)
+#: What runs beside the answers until it is cancelled.
+Task = Callable[[Live, Metrics], Awaitable[None]]
+_LOG = web.AppKey[RequestLog | None]("log", RequestLog)
+#: The id of the request that is answered.
+_NAME: ContextVar[str] = ContextVar("id")
 #: Set once the server is about to stop.
 _STOPPING = web.AppKey("stopping", asyncio.Event)
 
@@ -72,6 +80,9 @@ def make_app(
     pace: float = 200.0,
     deadline: float = 5.0,
     follower: Follower | None = None,
+    tasks: Sequence[Task] = (),
+    feed: Path | None = None,
+    log: Callable[[Callable[[str, int], None]], RequestLog] | None = None,
 ) -> web.Application:
     """The application, which `run` serves.
 
@@ -86,6 +97,9 @@ def make_app(
         pace: as of Pace.
         deadline: seconds that a request may wait until a call of the model begins.
         follower: keeps it at the newest published version, which each answer names; `scorer` is what it started.
+        tasks: run while it serves, such as what writes the log; they are cancelled after the last event is written.
+        feed: folder that the state is fed from; events are not taken otherwise then.
+        log: opens a log of requests, given what counts its lines; None without one.
     """
     admission, metrics = Admission(queue), Metrics()
     arriving = Bodies(bodies, queue * max_body, max_body, body_seconds)
@@ -103,14 +117,18 @@ def make_app(
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
         metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
+        app[_LOG] = None if log is None else log(metrics.logged_lines)
         del scorer  # an artifact in use is held by Live alone, which releases it for another
-        following = None if follower is None else asyncio.create_task(follower.run(live, metrics))
+        own = [*tasks, *([] if follower is None else [follower.run])]
+        running = [asyncio.create_task(task(live, metrics)) for task in own]
         yield
-        if following is not None:
-            following.cancel()
-            await asyncio.wait([following])
         await app[_WRITER].close()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await app[LIVE].close()
+        if app[_LOG] is not None:
+            await asyncio.to_thread(app[_LOG].close)
 
     async def score(request: web.Request) -> web.Response:
         start = time.perf_counter()
@@ -124,6 +142,8 @@ def make_app(
                 answer["version"] = scored.version
             if scored.stored is not None:
                 answer["state"] = scored.stored.answer()
+        if app[_LOG] is not None:
+            app[_LOG].add(_NAME.get(), body, scores, scored, app[LIVE].now.scorer.reader)
         metrics.request_seconds.observe(time.perf_counter() - start)
         return json_response(answer)
 
@@ -132,7 +152,8 @@ def make_app(
         info = now.info
         artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
         artifact |= {"versions": info.versions, "tables": info.quantization}
-        inside = {"requests": admission.inside, "device": info.device, "state": now.state is not None}
+        inside = {"requests": admission.inside, "device": info.device}
+        inside["state"] = None if now.state is None else {"log_position": now.state.position}
         inside |= {} if follower is None else follower.health()
         return web.json_response({"status": "ok", "artifact": artifact, **inside})
 
@@ -151,7 +172,7 @@ def make_app(
     }
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
-        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline)
+        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed)
     app.add_routes(routes)
     return app
 
@@ -264,6 +285,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     metrics, start = request.app[_METRICS], time.perf_counter()
     given = request.headers.get("X-Request-ID", "")
     name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+    _NAME.set(name)
     # Of what clients make up nothing may become a label: each value would be kept.
     path = "other" if request.match_info.http_exception is not None else request.match_info.route.resource.canonical
     request.protocol.begin()

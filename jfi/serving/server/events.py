@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from aiohttp import web
@@ -16,6 +17,7 @@ from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.state.columns import Entity, read_columns
 from jfi.state.events import LogRows, names_of
+from jfi.state.outbox import PartWriter
 from jfi.state.state import Added, UserState
 from jfi.state.stores import StoreUnavailableError
 
@@ -26,6 +28,8 @@ T = TypeVar("T")
 #: write of less than `_QUICK` seconds doubles them.
 _AT_ONCE, _FEWEST, _MOST = 1000, 100, 10_000
 _QUICK = 0.25
+#: Seconds between two looks for rows that wait for a part.
+LOG_SECONDS = 0.5
 
 
 class EventWriter:
@@ -112,7 +116,12 @@ class EventWriter:
 
 
 def state_routes(
-    live: Callable[[], Live], writer: Callable[[], EventWriter], admission: Admission, bodies: Bodies, deadline: float
+    live: Callable[[], Live],
+    writer: Callable[[], EventWriter],
+    admission: Admission,
+    bodies: Bodies,
+    deadline: float,
+    feed: Path | None = None,
 ) -> list[web.RouteDef]:
     """Returns the routes of a server with a state of users.
 
@@ -121,9 +130,12 @@ def state_routes(
         writer: gives what writes events.
         admission, bodies: those of the server's other requests.
         deadline: seconds that a body may wait until it is read.
+        feed: folder that the state is fed from, or None; with one, bodies of events are refused.
     """
 
     async def add(request: web.Request) -> web.Response:
+        if feed is not None:
+            raise web.HTTPForbidden(text=f"events are read from --feed {feed}: write them to parts there")
         admission.check()
         body = await bodies.receive(request)
         with admission:
@@ -155,6 +167,19 @@ def state_routes(
         path = f"/{of}s/{{{of}:[^/]+}}"
         routes += [web.put(path, partial(put, of)), web.delete(path, partial(delete, of))]
     return routes
+
+
+async def write_parts(writer: PartWriter, _: Live, metrics: Metrics) -> None:
+    """Writes the parts of a log until it is cancelled, and then the rows that wait."""
+    writer.wrote, writer.failed = metrics.log_written.inc, metrics.log_failures.inc
+    try:
+        while True:
+            await asyncio.to_thread(writer.step)
+            metrics.log_waiting.set(writer.waiting)
+            await asyncio.sleep(LOG_SECONDS)
+    finally:
+        await asyncio.to_thread(writer.flush)
+        writer.close()
 
 
 def _name(of: Entity, request: web.Request) -> str:

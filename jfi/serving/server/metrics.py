@@ -42,6 +42,13 @@ class Metrics:
         self.stored = Counter("jfi_state_requests_total", described, ["found"], **own)
         for found in ("events", "none", "unavailable"):
             self.stored.labels(found)
+        self.log_waiting = Gauge("jfi_log_waiting_rows", "Rows that are in no part of --log yet.", **own)
+        self.log_written = Counter("jfi_log_written_rows_total", "Rows in parts of --log.", **own)
+        self.log_failures = Counter("jfi_log_failures_total", "Times that no part could be written.", **own)
+        self.feed = Counter("jfi_feed_rows_total", "Rows of --feed, by what became of them.", ["result"], **own)
+        for result in ("added", "repeated", "late"):
+            self.feed.labels(result)
+        self.feed_stopped = Gauge("jfi_feed_stopped", "1 while a fault stops --feed.", **own)
         described = "Published versions that the server has found, by what became of them."
         self.versions = Counter("jfi_versions_total", described, ["result"], **own)
         for result in ("applied", "refused"):
@@ -50,7 +57,15 @@ class Metrics:
         self.version_published = Gauge("jfi_version_published_seconds", "When it was published, since 1970.", **own)
         refused = "1 while a newer published version is missing or refused."
         self.version_refused = Gauge("jfi_version_refused", refused, **own)
+        described = "Requests for the log of requests, by what became of them."
+        self.logged = Counter("jfi_logged_requests_total", described, ["result"], **own)
+        for result in ("written", "dropped"):
+            self.logged.labels(result)
         self.artifact = Info("jfi_artifact", "The artifact that answers.", **own)
+
+    def logged_lines(self, result: str, count: int) -> None:
+        """Records what became of lines of the log of requests."""
+        self.logged.labels(result).inc(count)
 
     def called(self, requests: int, candidates: int, seconds: float) -> None:
         """Records a call of the model."""
@@ -65,6 +80,11 @@ class Metrics:
             self.events.labels("repeated").inc(result.repeated)
         else:
             self.events.labels("refused" if isinstance(result, BadRequestError) else "failed").inc(count)
+
+    def fed(self, added: Added) -> None:
+        """Records what became of rows of --feed."""
+        for result in ("added", "repeated", "late"):
+            self.feed.labels(result).inc(getattr(added, result))
 
     def read_stored(self, stored: Lookup) -> None:
         """Records what a request has found in the state of users."""

@@ -1,5 +1,6 @@
 """A run as it lies in its folder: the model of its best epoch, and all that encodes other data for it."""
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,6 +87,14 @@ class SavedRun:
                 f"{schema.max_history} events",
             ]
         )
+
+    def fingerprint(self) -> str:
+        """Returns 16 digits that are the same for equal parameters of the model."""
+        found = hashlib.blake2b(digest_size=8)
+        for name, values in sorted(self.model.state_dict().items()):
+            found.update(name.encode())
+            found.update(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return found.hexdigest()
 
     def predict(
         self,

@@ -1,6 +1,7 @@
 """A request by ids is read as one that carries the columns of the run's tables."""
 
 import contextlib
+import json
 import random
 
 import commands
@@ -12,7 +13,11 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from jfi.data import DataConfig, FeatureConfig, load_dataset
+from jfi.data.io.blocks import find_table
+from jfi.serving.audit import Audit
 from jfi.serving.dataset_schema import schema_of
+from jfi.serving.rebuild import Rebuilder
+from jfi.serving.request_log import RequestLog, Served
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, StateSettings
@@ -69,8 +74,8 @@ def tables(folder) -> tuple[list[dict], list[dict], list[dict]]:
 
 
 @pytest.fixture(params=["tables", "the log alone"])
-def by_id(request, tmp_path, new_store):
-    """Rows of items and users, a reader without a state, a state that was filled with them, and its reader."""
+def learnt(request, tmp_path):
+    """Rows of items and users, the section `data` of a run with or without tables of them, and what it has learnt."""
     items, users, log = tables(tmp_path)
     own = {name: str(tmp_path / f"{name}.parquet") for name in ("items", "users")}
     has_tables = request.param == "tables"
@@ -83,13 +88,18 @@ def by_id(request, tmp_path, new_store):
         max_history=20,
         max_slots=2,
     ).resolved()
-    data = load_dataset(config).schema
+    known = {row["item_id"] for row in log}
+    items = items if has_tables else [row for row in items if row["item_id"] in known]
+    return items, users, config, load_dataset(config).schema
+
+
+@pytest.fixture
+def by_id(learnt, new_store):
+    """Rows of items and users, a reader of a state that was filled with them, and the state."""
+    items, users, config, data = learnt
     schema, store = schema_of(config, data, True, False), new_store()
     fill(store, schema, config, data, None)
-    limits = Limits(100, 20)
-    reader = RequestReader(schema, limits, state=read_layout(store).info)
-    known = {row["item_id"] for row in log}
-    return (items if has_tables else [row for row in items if row["item_id"] in known]), users, reader, store
+    return items, users, RequestReader(schema, Limits(100, 20), state=read_layout(store).info), store
 
 
 def carrying(user: dict, items: list[dict]) -> dict:
@@ -132,6 +142,32 @@ def test_a_column_that_the_request_gives_wins(by_id):
     by_ids = carrying({"user_id": "u1", "city": "b"}, [one["item_id"] for one in items])
     (found,) = state.fill([reader(by_ids | {"context": {"page": "top"} | given})])
     assert_same(found, whole)
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_the_training_code_reads_what_was_logged(learnt, by_id, tmp_path):
+    """Of requests by id, with the columns that the tables have, and of times amid the log; items and users are new."""
+    items, users, config, data = learnt
+    *_, reader, store = by_id
+    state, draw = UserState(store, reader), random.Random(0)
+    log = RequestLog(tmp_path / "requests", 1.0, 1 << 30, lambda *_: None)
+    for number in range(60):
+        rows = [*draw.sample(items, draw.randrange(1, 4)), {"item_id": "new"} | dict.fromkeys(ITEM)]
+        user = draw.choice([*users, {"user_id": "nobody"} | dict.fromkeys(USER)])
+        whole = number % 2 == 0
+        body = carrying(user, rows) if whole else carrying(user["user_id"], [row["item_id"] for row in rows])
+        body |= {
+            "time": draw.choice([0.0, 40.0, 41.5, 199.0, 1e4]),
+            "context": {"page": draw.choice(["top", "other", None])},
+        }
+        (read,) = state.fill([reader(body)])
+        read.model = Served("a", "run", "c", "logits")
+        log.add(str(number), json.dumps(body).encode(), [0.0] * len(rows), read, reader)
+    log.close()
+    score = lambda batch: np.zeros((len(batch.labels), 1), np.float32)  # noqa: E731
+    rebuild = Rebuilder(data, config, None, score, find_table(config.interactions, "--log", config), [], batch_size=16)
+    found = Audit(rebuild, "c", lambda logits, _: logits, 0.0, 20)(tmp_path / "requests")
+    assert (found.compared, found.scores, found.features) == (60, 60, {})
 
 
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)

@@ -138,6 +138,28 @@ def test_an_acknowledged_event_counts_in_the_next_request(stateful):
     serve(stateful, talk)
 
 
+def test_the_position_is_the_number_of_rows_that_were_accepted(stateful, store):
+    row = EVENT | {"user": "v"}
+
+    async def position(client):
+        return (await (await client.get("/health")).json())["state"]["log_position"]
+
+    async def talk(client):
+        assert await position(client) == 0
+        for bodies, end in (([row] * 3, 1), ([row], 1), ([row | {"event_id": one} for one in "abc"], 4)):
+            await added(client, *bodies)
+            assert await position(client) == end
+        late = EVENT | {"user": "v", "time": NOW - 90000, "event_id": "late"}
+        assert (await client.post("/events", json=[row | {"event_id": "d"}, late])).status == 400
+        assert await position(client) == 4 and store.get([b"p"]) == [(4).to_bytes(8, "little")]
+        filled = stateful.state.fill([stateful.reader.read(json.dumps(request(user)).encode()) for user in "uv"])
+        assert [one.stored.position for one in filled] == [4, 4]
+        (unread,) = stateful.state.fill([stateful.reader.read(json.dumps(request()).encode())], is_available=False)
+        assert unread.stored.position == 0
+
+    serve(stateful, talk)
+
+
 def test_fields_of_the_context_are_those_of_each_candidate(stateful):
     bodies = [
         request() | {"candidates": {"item": [3, 17]}, "context": {"category": 3}},

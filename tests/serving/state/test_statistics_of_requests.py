@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 import jfi
+from jfi.cli.audit import audit_of
 from jfi.cli.state import schema_of_run
 from jfi.data import DataConfig, FeatureConfig
 from jfi.data.prepared.scoring import ScoringRows, Sources
@@ -26,6 +27,8 @@ from jfi.state.load import fill
 from jfi.state.state import UserState, write_layout
 from jfi.state.stores import LmdbStore, StateError, StoreUnavailableError
 from jfi.training import Config, ModelConfig, TrainingConfig, train
+
+from .test_audit import Server
 
 
 def train_on(folder, name: str, **model) -> None:
@@ -58,8 +61,7 @@ def folder(tmp_path_factory):
     log |= {"brand": [f"b{one % 5}" for one in item]}
     pq.write_table(pa.table(log), folder / "log.parquet")
     train_on(folder, "run")
-    commands.run("export", "--run", folder / "run")
-    commands.run("state", "load", "--run", folder / "run", "--state", folder / "users")
+    commands.run("export", "--run", folder / "run", "--state", folder / "users")
     return folder
 
 
@@ -247,3 +249,42 @@ def test_a_log_that_has_moved_is_named_and_can_be_given(folder, tmp_path):
         commands.run("state", "load", "--run", folder / "run", "--state", tmp_path / "yes", "--interactions", moved)
     finally:
         shutil.move(moved, folder / "log.parquet")
+
+
+def test_an_audit_rebuilds_statistics(folder, run, tmp_path):
+    """A label that comes late changes statistics of an item alone; those at the request's position are equal."""
+    shutil.copytree(folder / "users", tmp_path / "state")
+    newest, parts, draw = 2_000_000.0, [], np.random.default_rng(1)
+    rows = pq.read_table(folder / "log.parquet").to_pylist()
+    items = {row["item_id"]: row for row in rows}
+
+    def event(number: int, **change) -> dict:
+        item = items[int(draw.integers(0, 40))]
+        change = {"user_id": f"u{draw.integers(0, 27)}", "timestamp": newest + number * 10.0, "rating": 5} | change
+        return item | change
+
+    with contextlib.closing(LmdbStore(tmp_path / "state")) as store:
+        server = Server(Scorer(folder / "run/artifact", state=StateSettings(store)), tmp_path / "requests")
+        for number in range(40):
+            parts.append([event(number)])
+            server.add(parts[-1])
+            asked = {
+                "user": f"u{number % 27}",
+                "candidates": [number % 40, 39, 1000],
+                "time": newest + number * 10 + 1.0,
+            }
+            server.score(asked)
+        late = event(20, timestamp=newest + 205.0, item_id=39, user_id="u26")
+        server.add([late])
+        parts.append([late])
+        server.close()
+    schema = pq.read_schema(folder / "log.parquet").set(2, pa.field("timestamp", pa.float64()))
+    (tmp_path / "log").mkdir()
+    for number, part in enumerate(parts):
+        pq.write_table(pa.Table.from_pylist(part, schema), tmp_path / f"log/part-{number}.parquet")
+    report = audit_of(run, [str(tmp_path / "log")], examples=40)(tmp_path / "requests")
+    causes = {name: one.causes.most_common(1)[0][0] for name, one in report.features.items()}
+    assert report.compared == 40 and 0 < report.differing == report.late < 25 and report.is_clean, report
+    assert {*causes.values()} == {"late event"} and {*causes} & {*run.schema.dense_names}
+    report = audit_of(run, [str(tmp_path / "log")], examples=1)(tmp_path / "requests")
+    assert not report.is_clean and report.late == 1  # statistics of one alone were tried

@@ -18,7 +18,7 @@ from jfi.data.prepared.stages.splits import SPLITS, count_training
 from jfi.data.schema.columns import CodedColumn, Dictionary
 from jfi.data.schema.schema import Entity
 from jfi.events.events import SortedEvents
-from jfi.utils.encoding import CROSSED, LARGEST_NUMBER, SECONDS
+from jfi.utils.encoding import CROSSED, LARGEST_NUMBER, PER_SECOND
 from jfi.utils.jagged import blocks
 
 
@@ -33,6 +33,8 @@ class Columns:
         events: the sorted interactions.
         item_ids: the ids of the items, of which some may have no row; None means those of the interactions.
 
+        since: `[E]` the times by which the first event of a user or an item is found; None means those of the events.
+
     Raises:
         DataError: a table has an id twice, or none of the rows' ids.
     """
@@ -43,6 +45,7 @@ class Columns:
         work: Path,
         events: SortedEvents,
         item_ids: pa.Array | None = None,
+        since: np.ndarray | None = None,
     ) -> None:
         self.config, self.events, self.sids = given.config, events, given.sids
         self._given, self._tables = given, {"user": given.users, "item": given.items}
@@ -61,7 +64,7 @@ class Columns:
         self._positions = {
             of: _positions(self._tables[of], key, ids, given)
             if self._tables[of] is not None
-            else _first_rows(self._index[of], events.time, len(ids))
+            else _first_rows(self._index[of], events.time if since is None else since, len(ids))
             for of, (key, ids) in self._keys.items()
         }
 
@@ -209,7 +212,7 @@ def read_engagement(columns: Columns) -> Engagement | None:
     )
     numbers = None if config.dwell is None else columns.numbers(config.dwell, "event")
     for begin, end in blocks(count):
-        part = np.nan if numbers is None else np.asarray(numbers[begin:end]) * SECONDS[config.dwell_unit]
+        part = np.nan if numbers is None else np.asarray(numbers[begin:end]) / PER_SECOND[config.dwell_unit]
         dwell[begin:end] = np.clip(part, -LARGEST_NUMBER, LARGEST_NUMBER)
     surface[:], names = 0, [ONLY_SURFACE]
     if config.surface is not None:

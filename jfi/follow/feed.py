@@ -1,0 +1,202 @@
+"""Feeds the state of a server from the parts of a log that others write, read as training reads them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jfi.data import DataConfig, DataError
+from jfi.data.io.arrays import is_list
+from jfi.data.io.blocks import DROP, read_table
+from jfi.data.io.table import SourceRows
+from jfi.data.prepared.summary import date_of
+from jfi.follow.parts import PartFolder
+from jfi.serving.server.live import Live
+from jfi.serving.server.metrics import Metrics
+from jfi.serving.validation import LONGEST_ID, BadRequestError
+from jfi.state.events import EventReader, Given, LogRows
+from jfi.state.layout import CURSOR, TIME, Column
+from jfi.state.outbox import Cursor, info_of
+from jfi.state.state import Added, UserState
+from jfi.state.stores import finding_damage
+
+#: Rows that are added together; so are rows of one time, and those of a transaction of the server that accepted them.
+_AT_ONCE = 5000
+#: Seconds between two looks at the folder, and after a fault until the same part is read again.
+POLL_SECONDS, _PAUSE = 0.5, 60.0
+_log = logging.getLogger("jfi.serving")
+
+
+class Feed:
+    """Adds the parts of a folder to the state of a server, in the order of their names. Of several servers one does.
+
+    Args:
+        folder: of the parts.
+        clock: seconds that only grow.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts, self._clock = PartFolder(folder, "--feed"), clock
+        self._is_first = True
+        #: Name, size and time of the part that cannot be added, and until when it is not read again as it is.
+        self._stopped: tuple[str, int, int] | None = None
+        self._until = -np.inf
+
+    async def run(self, live: Live, metrics: Metrics) -> None:
+        """Adds parts as they appear, until it is cancelled."""
+        said = None
+        while True:
+            is_added, now = False, live.now.scorer
+            try:
+                is_added = await asyncio.to_thread(self.step, now.state, now.events, metrics.fed)
+                metrics.feed_stopped.set(self._stopped is not None)
+                said = said if self._stopped is not None else None
+            except Exception as error:  # a damaged part or state, a storage or a store that does not answer
+                metrics.feed_stopped.set(1)
+                if said != (said := str(error)):
+                    _log.error("--feed %s: stopped, and goes on once this is mended: %s", self._parts.folder, error)
+            if not is_added:
+                await asyncio.sleep(POLL_SECONDS)
+
+    def step(self, state: UserState, events: EventReader, told: Callable[[Added], None] = lambda added: None) -> bool:
+        """Adds the next part; returns whether there was one.
+
+        Args:
+            state: to add to.
+            events: makes rows of columns.
+            told: is called with what became of rows that were added together.
+
+        Raises:
+            DataError: the part is damaged, or sorts before one that was added.
+            StoreUnavailableError: the store does not answer.
+            StateError: the state is damaged.
+        """
+        if not state.store.hold("feed"):
+            self._is_first = True
+            return False
+        (found,) = state.store.get([CURSOR])
+        with finding_damage("what it was fed last"):
+            cursor = Cursor("", -1) if found is None else msgspec.json.decode(found, type=Cursor)
+        if self._is_first:
+            self._parts.skip_to(cursor.part)
+            self._is_first = False
+        name = cursor.part if cursor.rows >= 0 else self._parts.next(cursor.part)
+        was, self._stopped = self._stopped, None
+        if name is None:
+            return False
+        status = (self._parts.folder / name).stat()
+        file = name, status.st_size, status.st_mtime_ns
+        if file == was and self._clock() < self._until:
+            self._stopped = was
+            return False
+        try:
+            return self._add(name, found, max(cursor.rows, 0), state, events, told)
+        except (DataError, BadRequestError) as fault:
+            self._stopped, self._until = file, self._clock() + _PAUSE
+            raise DataError(str(fault)) from fault
+
+    def _add(
+        self,
+        name: str,
+        found: bytes | None,
+        begin: int,
+        state: UserState,
+        events: EventReader,
+        told: Callable[[Added], None],
+    ) -> bool:
+        """Adds the rows of a part from one on, in transactions of bounded size, each with the place where it ends."""
+        end, steps = 0, []
+        parts = list(transactions(self._parts.folder / name, events))
+        for number, bodies in enumerate([*parts, []]):
+            is_last = number == len(parts)
+            end += sum(map(len, bodies))
+            steps += [bodies] if end > begin and bodies else []
+            if is_last or end - begin >= _AT_ONCE:
+                after = msgspec.json.encode(Cursor(name, -1 if is_last else end))
+                added = state.feed(steps, (found, after))
+                if added is None:
+                    return True  # another server has added them
+                told(added)
+                found, begin, steps = after, end, []
+        return True
+
+
+def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]:
+    """Yields the rows of a part as they are added together, in bodies.
+
+    Those of a server's part are added as the server has added them; other rows in the order of (time, user, item).
+
+    Args:
+        path: of the part.
+        events: makes rows of the columns.
+
+    Raises:
+        DataError: it is damaged, or a row is, such as one of the future.
+    """
+    rows = _read(path, events)
+    info = info_of(path)
+    if info is None:
+        items = rows.texts[events.layout.log.item]
+        rows = rows.take(np.lexsort((np.array(items, str), np.array(rows.users, str), rows.records[TIME])))
+        times, begin = rows.records[TIME], 0
+        while begin < len(rows):
+            end = min(begin + _AT_ONCE, len(rows))
+            end = int(times.searchsorted(times[end - 1], "right"))
+            yield [rows.take(np.arange(begin, end))]
+            begin = end
+        return
+    if (count := sum(map(sum, info.bodies))) != len(rows):
+        raise DataError(f"{path}: has {len(rows)} rows, and its metadata says {count}")
+    begin = 0
+    for bodies in info.bodies:
+        ends = list(accumulate(bodies, initial=begin))
+        yield [rows.take(np.arange(one, end)) for one, end in pairwise(ends)]
+        begin = ends[-1]
+
+
+def _read(path: Path, events: EventReader) -> LogRows:
+    """Reads the rows of a part as training does, in the order of the file."""
+    layout, log = events.layout, events.layout.log
+    own = {"missing_values": log.missing_values, "null_ids": log.null_ids}
+    config = DataConfig(user=log.user, item=log.item, timestamp=log.time, timestamp_unit=log.unit, **own)
+    needed = {name: events.columns[name] for name in (*layout.columns, *events.texts)}
+    table = read_table(str(path), {log.user, log.time, *needed, *events.raw}, config, "--feed")
+    users, _ = (table.ids(name, DROP).to_pylist() for name in (log.user, log.item))
+    if (longest := max((len(one.encode()) for one in users), default=0)) > LONGEST_ID:
+        raise DataError(f"{path}: '{log.user}' has an id of {longest} bytes, and a state's have at most {LONGEST_ID}")
+    seconds = table.times(log.time, log.unit)
+    if (ahead := events.ahead(seconds)).any():
+        row = int(ahead.argmax())
+        raise table.fault(row, f"'{log.time}' is {date_of(seconds[row]) or seconds[row]}, which is in the future")
+    columns = {name: _values(table, one, log.separators) for name, one in needed.items() if name in table.known}
+    for name in events.required:
+        table.require(name)
+    raw = {name: table.column(name) for name in events.raw if name in table.known}
+    place = lambda row, name: f"{table.location(row)}: '{name}'" if name else table.location(row)  # noqa: E731
+    return events.encode(columns | {log.user: users}, seconds, raw, place)
+
+
+def _values(table: SourceRows, column: Column, separators: dict[str, str]) -> Given:
+    """The values of a column as rows that are sent have them."""
+    if column.kind == "number":
+        return table.numbers(column.name)
+    if column.kind == "sid":
+        return table.column(column.name).cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
+    if column.kind != "texts":
+        return table.strings(column.name).to_pylist()
+    values = table.categories(column.name, separators)
+    flat, owner = values, np.arange(len(values))
+    if is_list(values.type):
+        flat, owner = pc.list_flatten(values), pc.list_parent_indices(values).to_numpy()
+    owner = owner[flat.is_valid().to_numpy(zero_copy_only=False)]
+    return flat.drop_null().to_pylist(), np.bincount(owner, minlength=len(values))

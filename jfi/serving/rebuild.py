@@ -1,0 +1,282 @@
+"""Rebuilds by the training code what a model reads of logged requests: a row of a table for each candidate."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from jfi.data import Batch, DataConfig, DataSchema
+from jfi.data.io.blocks import count_rows, find_table, read_files
+from jfi.data.io.paths import File
+from jfi.data.prepared.scoring import ScoringRows, Sources
+from jfi.data.prepared.stages.column_files import new_map
+from jfi.data.prepared.stages.encode_columns import has_lists
+from jfi.history_policies import Policy
+from jfi.serving.request_log import LENGTH, WEIGHTS, Line, digest, user_of
+from jfi.utils.encoding import PER_SECOND, text_of
+from jfi.utils.files import temporary_folder
+from jfi.utils.jagged import ranges
+
+#: Rows of requests that are written together.
+_ROWS = 1 << 16
+
+
+class Asked(NamedTuple):
+    """A logged request as rows of a table.
+
+    Args:
+        line: of the log of requests.
+        user: text of its user's id.
+        items: texts of the candidates' ids.
+        columns: values that it gives, of each candidate.
+        now: its time.
+    """
+
+    line: Line
+    user: str
+    items: list[str]
+    columns: dict[str, list]
+    now: float
+
+
+def asked_of(line: Line, config: DataConfig) -> Asked | None:
+    """Returns a logged request; None if its user or a candidate has no id."""
+    body = msgspec.json.decode(line.request)
+    given, user = body["candidates"], user_of(body, config.user)
+    if isinstance(given, list):
+        by_row = isinstance(given[0], dict)
+        given = {name: [row[name] for row in given] for name in given[0]} if by_row else {config.item: given}
+    count = len(next(iter(given.values())))
+    shared = body.get("context", {}) | (body["user"] if isinstance(body["user"], dict) else {})
+    columns = {name: [value] * count for name, value in shared.items()} | given
+    items = list(map(text_of, columns.get(config.item, [None])))
+    return None if user is None or None in items else Asked(line, user, items, columns, line.now)
+
+
+class Rebuilt:
+    """What the training code makes of a request.
+
+    Args:
+        batch: has its rows.
+        schema: of the run.
+        rows: of the batch, those of its candidates.
+        logits: `[R, L]` of the model.
+    """
+
+    def __init__(self, batch: "_Arrays", rows: slice, logits: np.ndarray) -> None:
+        self._batch, self._rows, self.logits = batch, rows, logits
+
+    def values(self, name: str) -> list[np.ndarray]:
+        """Returns the values of a feature, and of one with several how many each candidate has; none if unknown."""
+        return self._batch.values(name, self._rows)
+
+    def digest(self, name: str) -> str | None:
+        """Returns the digest of a feature as a line has it, None for an unknown one."""
+        found = self.values(name)
+        return str(len(found[0])) if name == LENGTH else digest(*found) if found else None
+
+
+class _Arrays:
+    """The features of a batch by name.
+
+    Args:
+        batch: by sample.
+        schema: of the run.
+    """
+
+    def __init__(self, batch: Batch, schema: DataSchema) -> None:
+        sparse = batch.sparse_features
+        self._specs = {spec.key: spec for spec in schema.features}
+        self._values, weights = sparse.values().numpy(), sparse.weights_or_none()
+        self._weights = None if weights is None else weights.numpy()
+        lengths = sparse.lengths().numpy().reshape(len(self._specs), -1)
+        starts = np.append(0, lengths.sum(axis=1).cumsum())
+        self._lengths = dict(zip(self._specs, lengths, strict=True))
+        ends = zip(lengths.cumsum(axis=1), starts, strict=False)
+        self._ends = {
+            key: [start, *(own + start).tolist()] for key, (own, start) in zip(self._specs, ends, strict=True)
+        }
+        self._dense = {
+            name: np.ascontiguousarray(one)
+            for name, one in zip(schema.dense_names, batch.dense_features.numpy().T, strict=False)
+        }
+        self._age = schema.features[-1].key
+
+    def values(self, name: str, rows: slice) -> list[np.ndarray]:
+        """Returns the values of a feature in rows of a request, see Rebuilt."""
+        if name in self._dense:
+            return [self._dense[name][rows]]
+        spec = self._specs.get(self._age if name in (LENGTH, WEIGHTS) else name)
+        if spec is None:
+            return []
+        ends, last = self._ends[spec.key], rows.stop if spec.role in ("item", "context") else rows.start + 1
+        own = slice(ends[rows.start], ends[last])
+        if name == WEIGHTS and self._weights is None:
+            return [np.ones(own.stop - own.start, np.float32)]
+        found = [self._weights[own] if name == WEIGHTS else self._values[own]]
+        return found + ([self._lengths[spec.key][rows.start : last]] if spec.multi_valued else [])
+
+
+@dataclass(frozen=True)
+class Rebuilder:
+    """Rebuilds requests for a run.
+
+    Args:
+        schema: of the run.
+        config: the section `data` of the run, with the tables of users and items to use.
+        policy: of the run, or None.
+        score: gives the logits `[B, L]` of a batch.
+        own: the files of the run's own interactions.
+        log: the files of the log, whose first rows a state has had, in their order.
+        batch_size: rows of a call of the model.
+    """
+
+    schema: DataSchema
+    config: DataConfig
+    policy: Policy | None
+    score: Callable[[Batch], np.ndarray]
+    own: list[File]
+    log: list[File]
+    batch_size: int = 4096
+
+    def __call__(
+        self, read: Callable[[], Iterable[Asked]], history: list[File] | None = None
+    ) -> Iterator[tuple[Asked, Rebuilt]]:
+        """Yields requests and what they are rebuilt to, in memory that does not grow with their number.
+
+        Args:
+            read: gives the requests, twice.
+            history: the rows before them; None means all of the run's own interactions and of the log.
+        """
+        config = self.config
+        with temporary_folder("jfi-audit-") as folder:
+            table, rows = folder / "rows.parquet", folder / "files"
+            rows.mkdir()
+            if not self._write(read(), table):
+                return
+            files = self.own + self.log if history is None else history
+            sources = Sources(str(table), files or None, config.users, config.items, config.semantic_ids)
+            made = ScoringRows(sources, rows, self.schema, config, policy=self.policy, are_events=False)
+            made.dataset.batching = "sample"
+            arrays = made.dataset.arrays()
+            order = new_map(rows / "order.npy", np.int64, made.num_rows)
+            order[made.rows] = arrays.samples["rows"]
+            end = 0
+            for part in _batches(read(), self.batch_size):
+                begin, end = end, end + sum(len(one.items) for one in part)
+                chosen, first = order[begin:end], 0
+                batch = made.dataset.batch_of(chosen, arrays.events.item[chosen].astype(np.int64))
+                logits, found = self.score(batch), _Arrays(batch, self.schema)
+                for one in part:
+                    own = slice(first, first + len(one.items))
+                    yield one, Rebuilt(found, own, logits[own])
+                    first = own.stop
+
+    def _write(self, asked: Iterable[Asked], path: Path) -> int:
+        """Writes the rows of requests as a table that training reads; returns how many there are."""
+        config = self.config.resolved()
+        tables = {"user": config.users, "item": config.items, "context": None}
+        names = [(of, name) for of, table in tables.items() if table is None for name in config.names(of)]
+        kinds = {config.user: pa.string(), config.item: pa.string(), config.timestamp: pa.float64()}
+        for of, name in names:
+            if name not in config.statistics_columns() and name not in kinds:
+                text = pa.list_(pa.string()) if has_lists(self.schema, name) else pa.string()
+                kinds[name] = pa.float64() if name in config.names(of, "number") else text
+        schema, rows = pa.schema(kinds), 0
+        with pq.ParquetWriter(path, schema) as writer:
+            columns: dict[str, list] = {name: [] for name in kinds}
+
+            def write() -> int:
+                own = columns | {config.timestamp: _in_unit(columns[config.timestamp], config.timestamp_unit)}
+                writer.write_table(pa.table({name: pa.array(own[name], kind) for name, kind in kinds.items()}, schema))
+                return len(own[config.user])
+
+            for one in asked:
+                count = len(one.items)
+                for name, kind in kinds.items():
+                    if name == config.user:
+                        columns[name] += [one.user] * count
+                    elif name == config.item:
+                        columns[name] += one.items
+                    elif name == config.timestamp:
+                        columns[name] += [one.now] * count
+                    else:
+                        columns[name] += [_plain(value, kind) for value in one.columns.get(name, [None] * count)]
+                if len(columns[config.user]) >= _ROWS:
+                    rows += write()
+                    columns = {name: [] for name in kinds}
+            rows += write()
+        return rows
+
+    def at_positions(self, asked: list[Asked]) -> tuple[list[Asked], list[File]]:
+        """Returns requests of users of their own, and a history that has of each what its state had of its user."""
+        config, tables = self.config.resolved(), list[pa.Table]()
+        users = pa.array(sorted({one.user for one in asked}), pa.large_string())
+        own = pc.index_in(pa.array([one.user for one in asked], users.type), value_set=users).to_numpy()
+        position, names = np.array([one.line.position for one in asked]), np.array([str(i) for i in range(len(asked))])
+        for files in (self.own, self.log):
+            first = 0
+            for _, part in read_files(files, config.columns(of_interactions=True), config) if files else ():
+                codes = pc.index_in(part.ids(config.user), value_set=users).fill_null(-1).to_numpy(zero_copy_only=False)
+                order = np.argsort(codes, kind="stable")
+                begin, end = (np.searchsorted(codes[order], own, side) for side in ("left", "right"))
+                rows, owner = order[ranges(begin, end - begin)], np.repeat(np.arange(len(own)), end - begin)
+                if files is self.log:
+                    is_there = first + rows < position[owner]
+                    rows, owner = rows[is_there], owner[is_there]
+                first += len(part)
+                if len(rows) or not tables:
+                    at = part.data.column_names.index(config.user)
+                    tables.append(part.data.take(rows).set_column(at, config.user, pa.array(names[owner], pa.string())))
+        renamed = [one._replace(user=name) for one, name in zip(asked, names.tolist(), strict=True)]
+        return renamed, find_table(tables, "--log", config)
+
+    def history_at(self, position: int) -> list[File]:
+        """Returns the run's own interactions and the first rows of the log."""
+        config, found, left = self.config.resolved(), [*self.own], position
+        wanted = config.columns(of_interactions=True)
+        for file in self.log:
+            count = count_rows([file])
+            if count is not None and count <= left:
+                found, left = [*found, file], left - count
+                continue
+            for _, part in read_files([file], wanted, config):
+                if left:
+                    found += find_table(part.data.slice(0, left), "--log", config)
+                    left -= min(left, len(part))
+        return found
+
+
+def _batches(asked: Iterable[Asked], size: int) -> Iterator[list[Asked]]:
+    """Yields requests of at most `size` rows together, or one that has more."""
+    part, count = list[Asked](), 0
+    for one in asked:
+        if part and count + len(one.items) > size:
+            yield part
+            part, count = [], 0
+        part.append(one)
+        count += len(one.items)
+    if part:
+        yield part
+
+
+def _plain(value: Any, kind: pa.DataType) -> object:
+    """Returns a value of a request as a table of that kind has it."""
+    if pa.types.is_floating(kind) or value is None:
+        return value
+    return [text for one in value if (text := text_of(one)) is not None] if pa.types.is_list(kind) else text_of(value)
+
+
+def _in_unit(times: list[float], unit: str) -> np.ndarray:
+    """Returns numbers that training reads as these times in seconds, as far as there are some."""
+    seconds = np.array(times, np.float64)
+    found, many = seconds * PER_SECOND[unit], PER_SECOND[unit]
+    for other in (np.nextafter(found, -np.inf), np.nextafter(found, np.inf)):
+        found = np.where((found / many != seconds) & (other / many == seconds), other, found)
+    return found
