@@ -8,14 +8,13 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history_policies.device import (
-    DeviceSelected,
-    DeviceTables,
     find_cells,
     first_seen,
     select_on_device,
     take,
 )
 from jfi.history_policies.policy import Policy
+from jfi.history_policies.select import CellTables, Selected
 from jfi.utils.jagged import Timelines
 
 
@@ -165,7 +164,7 @@ class PolicyModule(nn.Module):
 
     def _shorten(
         self, features: KeyedJaggedTensor, cells: Tensor, segments: Tensor, timelines: Timelines | None
-    ) -> tuple[KeyedJaggedTensor, DeviceSelected | None]:
+    ) -> tuple[KeyedJaggedTensor, Selected | None]:
         stride = features.stride()
         if timelines is None and segments.shape != (stride,):
             raise ValueError(f"segments must be [{stride}], the samples, got {list(segments.shape)}")
@@ -182,7 +181,7 @@ class PolicyModule(nn.Module):
             self.policy.check_packed(*events)
         if self.policy.keeps_all and self.capacity is None:
             return features, None
-        tables = DeviceTables(self._keep, self._weight, self._cap, self.policy.newest)
+        tables = CellTables(self._keep, self._weight, self._cap, self.policy.newest)
         selected = select_on_device(tables, cells, segments, offsets, seen_by, self.capacity)
         if selected.left_out is not None:
             self.left_out += selected.left_out
@@ -220,7 +219,7 @@ def check_events(
     return surface, dwell
 
 
-def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: DeviceSelected) -> KeyedJaggedTensor:
+def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: Selected) -> KeyedJaggedTensor:
     """The keys of a history cut to the events that were selected; the others stay as they are.
 
     Args:
@@ -256,7 +255,7 @@ def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: DeviceSe
     )
 
 
-def _taken(values: Tensor, selected: DeviceSelected) -> Tensor:
+def _taken(values: Tensor, selected: Selected) -> Tensor:
     """The values of the events that stay, 0 where there is no event."""
     found = take(values, selected.rows)
     return found if selected.inside is None else torch.where(selected.inside, found, 0)

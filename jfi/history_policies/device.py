@@ -3,47 +3,20 @@
 With a capacity the results have a fixed size and nothing is read back, so that a CUDA graph can hold it.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-
-class DeviceTables(NamedTuple):
-    """`Tables` on one device."""
-
-    keep: Tensor
-    weight: Tensor | None
-    cap: Tensor | None
-    newest: int
-
-
-class DeviceSelected(NamedTuple):
-    """The M events that stay, in their order; with a capacity M is the capacity.
-
-    Attributes:
-        rows: `[M]` int64, their indices among the S events.
-        lengths: `[B]` int64, how many stay of each history.
-        weights: `[M]` float32, or None where all are 1.
-        inside: with a capacity, `[M]` bool, whether there is an event; elsewhere rows and weights are 0.
-        left_out: with a capacity, int64, how many events would stay if it were larger.
-    """
-
-    rows: Tensor
-    lengths: Tensor
-    weights: Tensor | None
-    inside: Tensor | None = None
-    left_out: Tensor | None = None
+from jfi.history_policies.select import CellTables, Selected
 
 
 def select_on_device(
-    tables: DeviceTables,
+    tables: CellTables,
     cells: Tensor,
     segments: Tensor,
     offsets: Tensor,
     seen_by: Tensor | None = None,
     capacity: int | None = None,
-) -> DeviceSelected:
+) -> Selected:
     """Returns the events that stay.
 
     Args:
@@ -88,7 +61,7 @@ def select_on_device(
     if tables.weight is not None:
         weights = tables.weight.flatten().index_select(0, take(entry, rows))
         weights = weights if inside is None else torch.where(inside, weights, 0.0)
-    return DeviceSelected(rows, lengths, weights, inside, left_out)
+    return Selected(rows, lengths, weights, inside, left_out)
 
 
 def take(values: Tensor, rows: Tensor) -> Tensor:

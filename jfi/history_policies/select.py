@@ -5,13 +5,18 @@ event stays if the table keeps its cell for the segment, or if it is one of the 
 newest `cap` stay.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class CellTables(NamedTuple):
-    """A policy's tables for K segments and C cells.
+Array = TypeVar("Array", np.ndarray, "Tensor")
+
+
+class CellTables(NamedTuple, Generic[Array]):
+    """A policy's tables for K segments and C cells: NumPy arrays, or tensors on one device.
 
     Args:
         keep: `[K, C]` bool.
@@ -20,24 +25,28 @@ class CellTables(NamedTuple):
         newest: how many of a history's newest events stay whatever their cell.
     """
 
-    keep: np.ndarray
-    weight: np.ndarray | None
-    cap: np.ndarray | None
+    keep: Array
+    weight: Array | None
+    cap: Array | None
     newest: int
 
 
-class Selected(NamedTuple):
-    """The M events that stay, in their order.
+class Selected(NamedTuple, Generic[Array]):
+    """The M events that stay, in their order; with a capacity M is the capacity.
 
     Attributes:
         rows: `[M]` int64, their indices among the S events.
         lengths: `[B]` int64, how many stay of each history.
         weights: `[M]` float32, or None where all are 1.
+        inside: with a capacity, `[M]` bool, whether there is an event; elsewhere rows and weights are 0.
+        left_out: with a capacity, int64, how many events would stay if it were larger.
     """
 
-    rows: np.ndarray
-    lengths: np.ndarray
-    weights: np.ndarray | None
+    rows: Array
+    lengths: Array
+    weights: Array | None
+    inside: Array | None = None
+    left_out: Array | None = None
 
 
 def select_events(

@@ -36,7 +36,8 @@ from jfi.serving.validation import (
 )
 from jfi.serving.vocabulary_tables import KnownValues
 from jfi.state.lookups import Encoded, Lookup
-from jfi.utils.encoding import HashBuckets, HashedIds, age_buckets, cross, quantile_ids, standardize
+from jfi.utils.encoding import UNKNOWN, HashBuckets, HashedIds, age_buckets, cross, quantile_ids, standardize
+from jfi.utils.jagged import first_values
 
 if TYPE_CHECKING:
     from jfi.state.layout import StateInfo
@@ -369,11 +370,7 @@ class RequestReader:
 
 
 def _first_values(ids: np.ndarray, counts: np.ndarray, most: int) -> np.ndarray:
-    """`[R, most]`, the first ids of each row of lists, 0 where there are fewer."""
-    found, start = np.zeros((len(counts), most), np.int64), counts.cumsum() - counts
-    for slot in range(most):
-        found[counts > slot, slot] = ids[start[counts > slot] + slot]
-    return found
+    return first_values(ids, np.append(0, counts.cumsum()), most, UNKNOWN)
 
 
 def _place_of_user(_: int, field: str) -> str:

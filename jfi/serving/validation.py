@@ -216,11 +216,11 @@ class Rows:
         if self._is_by_columns:
             self.columns = fields_of(given)
         elif given:
-            is_object = [isinstance(row, Struct) for row in given]
-            if not all(is_object) and any(is_object):
-                what = "an id, and {}[0] is not" if is_object[0] else "an object, and {}[0] is not"
-                raise BadRequestError(f"{name}[{is_object.index(not is_object[0])}] is {what.format(name)}")
-            self._of_ids = not is_object[0]
+            self._of_ids = not isinstance(given[0], Struct)
+            if any(issubclass(kind, Struct) == self._of_ids for kind in set(map(type, given))):
+                row = next(row for row, one in enumerate(given) if isinstance(one, Struct) == self._of_ids)
+                what = "an object" if self._of_ids else "an id"
+                raise BadRequestError(f"{name}[{row}] is {what}, and {name}[0] is not")
             self.columns = {of_ids: given} if self._of_ids else self._columns_of(given)
         lengths = {field: len(values) for field, values in self.columns.items()}
         if len({*lengths.values()}) > 1:

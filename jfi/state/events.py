@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from types import NoneType
 from typing import Annotated, Any
 
@@ -32,6 +31,7 @@ from jfi.serving.validation import (
 from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of
 from jfi.utils.encoding import PER_SECOND, finite_numbers, text_of
+from jfi.utils.jagged import first_values
 
 #: What was given of a column of the log, see `LogRows.given`.
 Given = Values | tuple[list[str], np.ndarray]
@@ -246,7 +246,8 @@ class EventReader:
                 continue
             values = columns[name]
             if isinstance(values, tuple):
-                found[name] = _first_texts(*values, column.size)
+                own, ends = np.array(values[0], object), np.append(0, values[1].cumsum())
+                found[name] = first_values(own, ends, column.size, missing=None).ravel().tolist()
             elif column.kind == "session":
                 records[name] = hashes(values)
             elif isinstance(values, list):
@@ -308,15 +309,6 @@ def values_of(column: Column, given: Values, place: Place) -> Values | tuple[lis
         flat, lengths = flat_values(given)
         return list(texts(flat)), lengths
     return list(texts(given))
-
-
-def _first_texts(values: list[str], lengths: np.ndarray, size: int) -> list[str | None]:
-    """The first texts of each list, `[N * size]`, None where there are fewer."""
-    found, rest = [], iter(values)
-    for length in lengths.tolist():
-        row = list(islice(rest, length))[:size]
-        found += row + [None] * (size - len(row))
-    return found
 
 
 def names_of(values: Sequence[object], place: Place, of: str = "a user", missing: Collection[str] = ()) -> list[str]:

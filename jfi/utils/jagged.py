@@ -57,7 +57,7 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return _sums(1, starts[:1], starts[1:] - (starts[:-1] + lengths[:-1] - 1), lengths)
 
 
-def nth_values(values: np.ndarray, offsets: np.ndarray, number: int, missing: int) -> np.ndarray:
+def nth_values(values: np.ndarray, offsets: np.ndarray, number: int, missing: object) -> np.ndarray:
     """`[N]` the value of that number of each of N rows, `missing` where a row has fewer.
 
     >>> nth_values(np.array([4, 5, 6]), np.array([0, 2, 2, 3]), 1, missing=-1)
@@ -70,7 +70,7 @@ def nth_values(values: np.ndarray, offsets: np.ndarray, number: int, missing: in
     return result
 
 
-def first_values(values: np.ndarray, offsets: np.ndarray | None, size: int, missing: int) -> np.ndarray:
+def first_values(values: np.ndarray, offsets: np.ndarray | None, size: int, missing: object) -> np.ndarray:
     """Returns the first values `[N, size]` of rows, `missing` where one has fewer; without offsets each has one."""
     if offsets is None:
         offsets = np.arange(len(values) + 1)

@@ -16,7 +16,8 @@ from jfi.data.batches.order import timeline_ranges
 from jfi.data.prepared.event_logs import training_log
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.history_policies import EventLog, Policy, fit
-from jfi.history_policies.device import DeviceTables, first_seen, select_on_device
+from jfi.history_policies.device import first_seen, select_on_device
+from jfi.history_policies.select import CellTables
 from jfi.utils.jagged import ranges
 
 SURFACES = ["feed", "search", "story"]
@@ -238,7 +239,7 @@ def test_timelines_are_those_of_a_look_at_all_of_their_events(config, tmp_path, 
         seen_by = first_seen(of, *times)
         packed = torch.from_numpy(cells[history_rows]), torch.tensor(segments)
         arrays = (None if one is None else torch.from_numpy(one) for one in policy.tables[:3])
-        wanted = select_on_device(DeviceTables(*arrays, policy.tables.newest), *packed, of, seen_by)
+        wanted = select_on_device(CellTables(*arrays, policy.tables.newest), *packed, of, seen_by)
         found = dataset.chooser.timelines(rows, offsets)
         assert np.array_equal(found.events, history_rows[wanted.rows.numpy()])
         assert np.array_equal(found.lengths, wanted.lengths.numpy())

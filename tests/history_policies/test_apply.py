@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history_policies import EventLog, Policy, PolicyModule, fit
-from jfi.history_policies.device import DeviceTables, find_cells, first_seen, select_on_device
+from jfi.history_policies.device import find_cells, first_seen, select_on_device
+from jfi.history_policies.select import CellTables
 from jfi.utils.jagged import Timelines
 
 HISTORY = ["history_item", "history_rating"]
@@ -480,7 +481,7 @@ def test_a_capacity_reads_nothing_from_the_device(seen_by):
     tables = made(2, (4, 7), True).tables
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         arrays = (mode.from_tensor(torch.from_numpy(x)) for x in tables[:3])
-        tables = DeviceTables(*arrays, tables.newest)
+        tables = CellTables(*arrays, tables.newest)
         cells, segments = torch.empty(20, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
         offsets, places = torch.empty(4, dtype=torch.int64), torch.empty(20, dtype=torch.int64)
         found = select_on_device(tables, cells, segments, offsets, places if seen_by else None, capacity=16)

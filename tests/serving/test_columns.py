@@ -93,6 +93,8 @@ def assert_same(one: Request | str, other: Request | str, body: object) -> None:
         assert one == other, body
         return
     for field in fields(Request):
+        if field.name == "now":  # of the clock, where a request has no time
+            continue
         a, b = getattr(one, field.name), getattr(other, field.name)
         for x, y in [(a, b)] if not isinstance(a, dict) else [(a[key], b[key]) for key in a.keys() | b.keys()]:
             assert np.array_equal(x, y) and getattr(x, "dtype", None) == getattr(y, "dtype", None), (field.name, body)
