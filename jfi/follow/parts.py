@@ -51,7 +51,7 @@ class Part:
 
     @property
     def may_differ(self) -> bool:
-        """Whether it may have been written anew, without the rows of users who were deleted."""
+        """Returns whether it may have been written anew, without the rows of users who were deleted."""
         return bool(users_without(self.deletions, self.name))
 
 

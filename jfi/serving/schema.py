@@ -1,5 +1,6 @@
 """The fields of a request, as `artifact.json` holds them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -190,3 +191,18 @@ class Served(Struct, frozen=True):
     run: str | None
     checkpoint: str | None
     output: str
+
+
+#: The scores of a request's candidates, of several labels by their names.
+Answer = list[float] | dict[str, list[float]]
+
+
+class NotFiniteError(ArithmeticError):
+    """Scores that are infinite or NaN."""
+
+
+def check_finite(scores: Answer, version: int | None = None) -> None:
+    """Raises NotFiniteError if a score is infinite or NaN."""
+    lists = scores.values() if isinstance(scores, dict) else [scores]  # by label, of a model of several
+    if not all(math.isfinite(sum(one)) for one in lists):  # no sum of float32 leaves float64's range
+        raise NotFiniteError(f"the scores of {'the model' if version is None else f'version {version}'} are not finite")

@@ -1,7 +1,6 @@
 """Scores requests with an artifact: looks up their embeddings and runs the package of the dense part."""
 
 import json
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.published import Change
 from jfi.serving.requests import Request, RequestReader
-from jfi.serving.schema import Inputs, Limits, Schema, Served, empty_request
+from jfi.serving.schema import Answer, Inputs, Limits, Schema, Served, check_finite, empty_request
 from jfi.serving.tables import Tables, load_tables
 from jfi.state.events import EventReader
 from jfi.state.retention import KEEP_ALL, Retention
@@ -28,8 +27,6 @@ from jfi.state.stores import Store, StoreUnavailableError
 from jfi.utils.errors import InputError
 
 T = TypeVar("T")
-#: The scores of a request's candidates, of several labels by their names.
-Answer = list[float] | dict[str, list[float]]
 #: Slices of the one tensor that is copied begin at multiples of it: kernels are compiled for 16-byte alignment.
 _ALIGNMENT = 2
 #: Pairs of events and rows that take no longer than the overhead of a call.
@@ -38,17 +35,6 @@ _SAID = {"logits": "logit", "probabilities": "probability", "calibrated": "calib
 #: What a score can be.
 OUTPUTS = tuple(_SAID)
 _SEGMENTS = ("offsets", "owner", "positions")
-
-
-class NotFiniteError(ArithmeticError):
-    """Scores that are infinite or NaN."""
-
-
-def check_finite(scores: Answer, version: int | None = None) -> None:
-    """Raises NotFiniteError if a score is infinite or NaN."""
-    lists = scores.values() if isinstance(scores, dict) else [scores]  # by label, of a model of several
-    if not all(math.isfinite(sum(one)) for one in lists):  # no sum of float32 leaves float64's range
-        raise NotFiniteError(f"the scores of {'the model' if version is None else f'version {version}'} are not finite")
 
 
 @dataclass(frozen=True)

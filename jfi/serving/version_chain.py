@@ -21,7 +21,8 @@ from jfi.serving.published import (
     read_change,
     read_version,
 )
-from jfi.serving.scorer import NotFiniteError, Scorer
+from jfi.serving.schema import NotFiniteError
+from jfi.serving.scorer import Scorer
 from jfi.utils.files import NO_FILE
 
 

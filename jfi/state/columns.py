@@ -57,7 +57,7 @@ class ColumnLayout:
 
     @cached_property
     def body_type(self) -> BodyType:
-        """What gives the columns of one id."""
+        """Returns the type of a body with the columns of one id."""
         types = {name: COLUMN_TYPES[one.kind] for name, one in self.columns.items()}
         return BodyType(object_type(f"Columns of the {self.of}", types, types), {"": types}, whole=f"the {self.of}")
 

@@ -1,4 +1,4 @@
-"""How long a state keeps the rows of users, and how many rows of a user it takes on a day."""
+"""Limits how long a state keeps the rows of users, and how many rows of a user it takes on a day."""
 
 import math
 import struct
@@ -34,6 +34,11 @@ class Retention:
     parts: Path | None = None
     clock: Callable[[], float] = time.time
 
+    @property
+    def is_bounded(self) -> bool:
+        """Returns whether anything expires: rows, or the quotas of a day."""
+        return self.quota is not None or self.seconds < math.inf
+
     def oldest(self) -> float:
         """Returns the time after which rows are kept now."""
         return self.clock() - self.seconds
@@ -44,7 +49,7 @@ KEEP_ALL = Retention()
 
 
 class Quota:
-    """How many further rows of some users count today.
+    """Counts how many further rows of some users the state takes today.
 
     Args:
         most: rows of a user a day.

@@ -37,7 +37,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from jfi.serving.request_log import RequestLog
 from jfi.serving.requests import BadRequestError
-from jfi.serving.scorer import NotFiniteError, Scorer
+from jfi.serving.schema import NotFiniteError
+from jfi.serving.scorer import Scorer
 from jfi.serving.server.admission import Admission, Bodies, Connections, OverloadedError, Pace, Runner
 from jfi.serving.server.batcher import DeadlineExceededError
 from jfi.serving.server.events import EventWriter, json_response, state_routes
@@ -128,12 +129,11 @@ def make_app(
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
         metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
         app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
-        retention = None if scorer.state is None else scorer.state.retention
         app[_LOG] = None if log is None else log(metrics.logged_lines)
-        del scorer  # an artifact in use is held by Live alone, which releases it for another
         own = [*tasks] if follower is None else [*tasks, follower.run]
-        if retention is not None and (retention.quota is not None or retention.seconds < math.inf):
+        if scorer.state is not None and scorer.state.retention.is_bounded:
             own.append(app[_WRITER].expire)
+        del scorer  # an artifact in use is held by Live alone, which releases it for another
         running = [asyncio.create_task(task(live, metrics)) for task in own]
         yield
         await app[_WRITER].close()
@@ -162,13 +162,8 @@ def make_app(
         return json_response(answer)
 
     async def health(_: web.Request) -> web.Response:
-        info = (now := app[LIVE].now.scorer).info
-        artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
-        artifact |= {"versions": info.versions, "tables": info.quantization}
-        state = None if now.state is None else {"log_position": now.state.position}
-        inside = {"requests": admission.inside, "device": info.device, "state": state}
-        inside |= {} if follower is None else follower.health()
-        return web.json_response({"status": "ok", "artifact": artifact} | inside)
+        found = _describe(app[LIVE].now.scorer, admission.inside)
+        return web.json_response(found if follower is None else found | follower.health())
 
     app.cleanup_ctx.append(running)
     paths = {"health": health, "health/live": _alive, "health/ready": _ready}
@@ -178,6 +173,15 @@ def make_app(
         routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed)
     app.add_routes(routes)
     return app
+
+
+def _describe(now: Scorer, requests: int) -> dict:
+    """Returns what `/health` says of the artifact that answers, while so many requests are inside."""
+    info = now.info
+    artifact = {"id": now.identity, "run": info.run, "trained": info.trained, "exported": info.exported}
+    artifact |= {"versions": info.versions, "tables": info.quantization}
+    state = None if now.state is None else {"log_position": now.state.position}
+    return {"status": "ok", "artifact": artifact, "requests": requests, "device": info.device, "state": state}
 
 
 async def _alive(_: web.Request) -> web.Response:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from jfi.serving.requests import Request
-from jfi.serving.scorer import Answer, check_finite
+from jfi.serving.schema import Answer, check_finite
 from jfi.state.stores import StoreUnavailableError
 
 Score = Callable[[list[Request]], list[Answer]]

@@ -118,7 +118,7 @@ def read_tokens(path: Path) -> dict[bytes, set[str]]:
 
 
 def _version(path: Path) -> tuple[int, ...] | None:
-    """What changes with the content of a file; None if it is not there."""
+    """Returns what changes with the content of a file; None if it is not there."""
     try:
         status = path.stat()
     except OSError:
