@@ -29,6 +29,7 @@ from jfi.serving.validation import (
     lists,
     object_type,
     read_id,
+    shown,
     sids,
     table_type,
     take,
@@ -169,7 +170,7 @@ class RequestReader:
         about = Meta(description="fields that all candidates share, which they lack then")
         whole[CONTEXT] = Annotated[object_type("Context", candidate, candidate), about]
         if self.schema.codec is not None:
-            whole[CODEC] = Annotated[str, Meta(pattern=f"^{self.schema.codec}$")]
+            whole[CODEC] = Annotated[str, Meta(extra_json_schema={"const": self.schema.codec})]
         text = "at which the state is read; by default now" if has_state else "which this model does not read"
         whole[TIME] = Annotated[float, Meta(gt=-LATEST, lt=LATEST, description=f"seconds since 1970, {text}")]
         return object_type("Request", whole, [CONTEXT, TIME, *([HISTORY, CODEC] if has_state else [])])
@@ -216,7 +217,10 @@ class RequestReader:
         kinds = self.fields.get(HISTORY, {})
         history = Rows(HISTORY, request.get(HISTORY, []), self.limits.max_history)
         given = [self.fields[CANDIDATES][name] for name in candidates] + [kinds[name] for name in history.columns]
-        if "sid" in given and self.schema.codec is not None and CODEC not in request:
+        if (codec := self.schema.codec) is not None and (found := request.get(CODEC, codec)) != codec:
+            whose = f"'{codec}', whose semantic IDs the model reads"
+            raise BadRequestError(f"{CODEC} must be {whose}, got {shown(found)}")
+        if "sid" in given and codec is not None and CODEC not in request:
             raise BadRequestError(f"the request lacks the field '{CODEC}'")
         event, num_events, weights = (Encoded(), 0, None) if reads_events else self._encode_history(history)
         count = len(next(iter(candidates.values()))) if candidates else len(request[CANDIDATES])

@@ -51,10 +51,7 @@ TYPES: dict[str, Any] = {
     "number": Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None,  # another one is none of float32
     "quantile": float | None,
     "age": Annotated[float, Meta(ge=0, description="seconds")],
-    "sid": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    | Annotated[float, Meta(ge=-(2.0**53), le=2.0**53, multiple_of=1)]
-    | Annotated[str, Meta(pattern="^(-?[0-9]{1,19})?$")]
-    | None,
+    "sid": int | float | Annotated[str, Meta(extra_json_schema={"pattern": "^(-?[0-9]{1,19})?$"})] | None,
 }
 
 
@@ -321,18 +318,25 @@ def read_id(value: object, text: str | None, place: str, of: str = "a user") -> 
 
 def sids(name: str, codec: Mapping[str, int], values: Sequence[int | float | str | None], place: Place) -> np.ndarray:
     """Semantic IDs, -1 for null; their digits must be in the range of the codec's."""
-    if set(map(type, values)) != {int}:
-        values = [UNKNOWN_SID if value is None or value == "" else int(value) for value in values]
+    if set(map(type, values)) != {int} or max(map(abs, values)) >= 2**63:
+        values = [_sid(value, place, row, name) for row, value in enumerate(values)]
+    found = np.array(values, np.int64)
     layout = Layout(**codec)
-    try:
-        found = np.array(values, np.int64)
-        valid = layout.valid(torch.from_numpy(found)).numpy()
-    except OverflowError:
-        valid = np.array([-(2**63) <= value < 2**63 for value in values])
+    valid = layout.valid(torch.from_numpy(found)).numpy()
     if not valid.all():
         i = int(valid.argmin())
         at = place(i, name)
         raise BadRequestError(f"{at} is {values[i]}, which is no ID of {layout}; another codec's?")
+    return found
+
+
+def _sid(value: int | float | str | None, place: Place, row: int, name: str) -> int:
+    if value is None or value == "":
+        return UNKNOWN_SID
+    is_whole = value.is_integer() if isinstance(value, float) else re.fullmatch("-?[0-9]{1,19}", str(value)) is not None
+    if not is_whole or not -(2**63) <= (found := int(value)) < 2**63:
+        what = "must be a semantic ID: an integer or its text, or null"
+        raise BadRequestError(f"{place(row, name)} {what}, got {shown(value)}")
     return found
 
 

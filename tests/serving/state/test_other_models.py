@@ -226,7 +226,10 @@ def test_an_export_has_the_values_that_were_sent(new_store, tmp_path, monkeypatc
 DAMAGE = {
     "description": (lambda store: {b"m": b"{}"}, "its description: "),
     "length": (lambda store: {b"uu1": store.get([b"uu1"])[0] + b"x"}, "the events of user 'u1': "),
-    "number": (lambda store: {b"uu1": b"\x7f" * len(store.get([b"uu1"])[0])}, "an event has no known value of 'item'"),
+    "number": (
+        lambda store: {b"uu1": b"\x7f" * len(store.get([b"uu1"])[0])},
+        "the values of 'item': there is none of number ",
+    ),
     "user": (lambda store: {b"u\xff": b""}, "the id of a user: "),
     "lost text": (lambda store: {text_key("item", 1): None}, "the values of 'item': "),
     "text": (lambda store: {text_key("item", 1): b"\xff"}, "the values of 'item': "),

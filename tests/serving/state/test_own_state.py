@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jfi.cli.state import make_state, own_state
-from jfi.state.state import read_layout, scan_records
+from jfi.state.state import read_layout
 from jfi.state.stores import open_store
+from jfi.state.user_rows import scan_records
 from jfi.training.run.saved_run import load_run
 
 from ..test_commands import post, server
