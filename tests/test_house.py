@@ -22,7 +22,7 @@ BUDGET = {
     "modules": 2531,
     "ops": 2119,
     "semantic_ids": 1759,
-    "serving": 6245,
+    "serving": 6253,
     "state": 3896,
     "table1": 1135,
     "tables": 3175,

@@ -224,7 +224,7 @@ def read_lines(folder: Path) -> Iterator[Line]:
         InputError: there is no such folder, or a line is none of a request.
     """
     if not (files := [folder] if folder.is_file() else _files(folder)):
-        raise InputError(f"--requests {folder}: no file requests-*.jsonl, as `jfi serve --log-requests` writes it")
+        raise InputError(f"--requests {folder}: no file requests-*.jsonl, as a server with --log-requests writes it")
     read = msgspec.json.Decoder(Line).decode
     for file in files:
         with open(file, "rb") as lines:

@@ -363,4 +363,4 @@ def test_a_large_request_is_cut_and_refused_as_a_small_one(exported, scorer, req
     monkeypatch.setattr(live, "LARGE", 1)
     assert serve(small, talk) == plain
     assert [status for status, _ in plain] == [200, 400, 400, 400]
-    assert "at most 2, got 6" in plain[1][1]["error"] and "history[3].item" in plain[3][1]["error"]
+    assert "length <= 2" in plain[1][1]["error"] and "history[3].item" in plain[3][1]["error"]
