@@ -3,10 +3,10 @@
 python examples/online.py --out online --hours 12
 
 The log is that of online_log.py. A run is trained on its first hours; then, hour by hour of log time, a client asks for
-the score of each row before anybody knows its label, sends the events to the server each minute of log time, and writes
-the hour as a part that the run follows. It waits until an answer is of a version that has learned from the part. A
-second server keeps the model of the beginning, with the same histories. Commands are shown as they are run; what the
-processes say is in OUT/*.log.
+the score of each row before anybody knows its label, and sends the events to the server each minute of log time. The
+server writes the rows of the hour as a part that the run follows. The client waits until an answer is of a version that
+has learned from the part. A second server keeps the model of the beginning, with the same histories. Commands are shown
+as they are run; what the processes say is in OUT/*.log.
 """
 
 import argparse
@@ -112,14 +112,6 @@ class Client:
         return found
 
 
-def write_part(folder: Path, number: int, table: pa.Table) -> str:
-    """Writes an hour under a name that nobody reads, and renames it; returns its name."""
-    name = f"hour-{number:05d}.parquet"
-    pa.parquet.write_table(table, folder / f".{name}")
-    (folder / f".{name}").rename(folder / name)
-    return name
-
-
 def minutes(table: pa.Table) -> Iterator[list[dict]]:
     """Yields the rows of each minute."""
     for _, rows in itertools.groupby(table.to_pylist(), lambda row: row["time"] // MINUTE):
@@ -135,14 +127,14 @@ def event(row: dict) -> dict:
 
 
 class Loop:
-    """The client of both servers, which writes the log that the trainer follows."""
+    """The client of both servers; the first of them writes the log that the trainer follows."""
 
     def __init__(self, parts: Path, programs: list[Program], served: Client, first: Client) -> None:
         self._parts, self._programs, self._served, self._first = parts, programs, served, first
-        self._pool = ThreadPoolExecutor(THREADS)
+        self._pool, self._hours = ThreadPoolExecutor(THREADS), 0
 
     def run_hour(self, number: int, table: pa.Table) -> tuple[float, float]:
-        """Asks, tells and writes an hour; returns the AUC of the server that follows and of the one that does not."""
+        """Asks and tells an hour; returns the AUC of the server that follows and of the one that does not."""
         labels, scores, first, versions = [], [], [], set()
         for rows in minutes(table):
             answers = list(self._pool.map(lambda row: self._served.ask("/score", request(row)), rows))
@@ -151,13 +143,20 @@ class Loop:
             versions |= {answer["version"] for answer in answers}
             labels += [row["clicked"] for row in rows]
             self._served.ask("/events", [event(row) for row in rows])
-        name = write_part(self._parts, number, table)
+        name = self._part()
         seconds = self._until_learned(name, rows[-1])
         auc = roc_auc_score(labels, scores), roc_auc_score(labels, first)
         shown = " to ".join(map(str, sorted({min(versions), max(versions)})))
-        line = f"{name}: AUC {auc[0]:.4f} by version {shown}, {auc[1]:.4f} by the first; "
+        line = f"hour {number}: AUC {auc[0]:.4f} by version {shown}, {auc[1]:.4f} by the first; "
         print(f"{line}served {seconds:.1f} s after the part was there", flush=True)
         return auc
+
+    def _part(self) -> str:
+        """Waits for the part of the hour, and returns its name."""
+        self._hours += 1
+        while len(names := sorted(path.name for path in self._parts.glob("[!.]*.parquet"))) < self._hours:
+            self._wait()
+        return names[-1]
 
     def _until_learned(self, name: str, row: dict) -> float:
         """Waits until an answer is of a version that has learned from a part; returns the seconds."""
@@ -168,9 +167,12 @@ class Loop:
                 answer = self._served.ask("/score", request(row))
                 if answer["version"] >= health["version"]:
                     return time.monotonic() - start
-            for program in self._programs:
-                program.check()
-            time.sleep(0.05)
+            self._wait()
+
+    def _wait(self) -> None:
+        for program in self._programs:
+            program.check()
+        time.sleep(0.05)
 
 
 def main() -> None:
@@ -188,7 +190,7 @@ def main() -> None:
     for name in ("day", "parts"):
         (out / name).mkdir(parents=True)
     for number, table in itertools.islice(log, options.first_hours):
-        write_part(out / "day", number, table)
+        pa.parquet.write_table(table, out / f"day/hour-{number:05d}.parquet")
     settings = ["--training.epochs", options.epochs, "--training.publish_every", options.publish_every]
     with running(out, "train", "train", "--config", CONFIG, *settings) as program:
         program.wait()
@@ -201,8 +203,9 @@ def main() -> None:
             time.sleep(0.1)
         shared = ["--state", "users", "--port", "0", "--drain-seconds", "0"]
         artifact = first.relative_to(out) / "artifact"
+        by_hour = ["--log", "parts", "--log-rows", options.rows, "--log-seconds", 3600]  # a part has an hour's rows
         with (
-            running(out, "server", "serve", "--follow", "runs/online/published", *shared) as server,
+            running(out, "server", "serve", "--follow", "runs/online/published", *by_hour, *shared) as server,
             running(out, "first", "serve", "--artifact", artifact, *shared) as other,
         ):
             loop = Loop(out / "parts", [trainer, server, other], Client(server), Client(other))

@@ -44,7 +44,7 @@ def test_a_log_is_followed_and_served(run, monkeypatch, capsys):
     run("online.py", *small, "--epochs", "1")
     found = capsys.readouterr().out
     assert found.count("$ jfi ") == 5
-    line = r"hour-0000(\d)\.parquet: AUC (0\.\d+) by version (\d+).*, (0\.\d+) by the first; served \d"
+    line = r"hour (\d): AUC (0\.\d+) by version (\d+).*, (0\.\d+) by the first; served \d"
     (*before, first), (*after, last) = re.findall(line, found)
     assert before[0] == "3" and before[2] == "1" and before[1] == first  # nothing was learned yet
     assert after[0] == "4" and int(after[2]) > 1 and after[1] != last
