@@ -14,7 +14,7 @@ BUDGET = {
     "cuda_graphs": 787,
     "data": 8222,
     "distributed": 2201,
-    "events": 2323,
+    "events": 2247,
     "follow": 1637,
     "history_policies": 1692,
     "kernels": 6752,

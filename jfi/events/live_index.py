@@ -19,8 +19,8 @@ from jfi.events.live_records import (
     KeyedRows,
     add_rows,
     empty_record,
-    entries_that_stay,
     keys_of_entries,
+    rows_that_stay,
     sessions_of,
 )
 from jfi.events.past import Past
@@ -141,8 +141,10 @@ class LiveIndex:
         found: dict[bytes, bytes] = {}
         for text, (entries, source) in self._entries.items():
             key = keys_of_entries(entries)
-            changed = np.unique(key[source >= 0])
-            stays = entries_that_stay(self._names[text], entries) & np.isin(key, changed)
+            changed, name = np.unique(key[source >= 0]), self._names[text]
+            stays, is_row = np.isin(key, changed), np.isfinite(entries["time"])
+            session = entries["session"][is_row] if name.has_sessions else None
+            stays[is_row] &= rows_that_stay(name, key[is_row], session)
             whole, size, begin = entries[stays].tobytes(), entries.itemsize, 0
             ends = size * np.cumsum(np.bincount(key[stays], minlength=len(self._keys[text])))[changed]
             for number, end in zip(changed.tolist(), ends.tolist(), strict=True):
