@@ -1,4 +1,4 @@
-"""Rows of a log that grows, and the records of their keys as the arrays of a PastIndex.
+"""RowSet of a log that grows, and the records of their keys as the arrays of a PastIndex.
 
 So training's functions compute queries, and say how surprising the labels of events are. The rows that are given are
 read together; those that are events count in all queries that are later than they.
@@ -24,7 +24,7 @@ from jfi.events.live_records import (
     sessions_of,
 )
 from jfi.events.past import Past
-from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries, Rows, Tallies
+from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries, RowSet, Tallies
 from jfi.utils.errors import InputError
 from jfi.utils.jagged import blocks, ranges
 
@@ -35,7 +35,7 @@ SURPRISES = ("labeled by nothing", "labeled by item", "labeled by user")
 #: Keys whose bytes are made together.
 _KEYS_AT_ONCE = 1 << 20
 #: No two sets of rows share an array.
-SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history")}
+SETS: dict[RowSet, RowSet] = {name: name for name in ("labeled", "history")}
 
 
 @dataclass(frozen=True)

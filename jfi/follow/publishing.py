@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 from jfi.data import DataSchema
-from jfi.follow.loop import Follower
+from jfi.follow.loop import LogTrainer
 from jfi.history_policies.policy import Policy
 from jfi.serving import MAX_CANDIDATES
 from jfi.serving.dataset_schema import schema_of_model
@@ -21,7 +21,7 @@ PUBLISHED = "published"
 @contextmanager
 def publishing(
     run: RunFolder, config: Config, schema: DataSchema, policy: Policy | None
-) -> Iterator[Callable[[Follower], PublishHook] | None]:
+) -> Iterator[Callable[[LogTrainer], PublishHook] | None]:
     """Yields what makes the hook of `jfi.follow.start.follow`, or None if the run is not published.
 
     It publishes a whole version at once, then every `training.publish_every` seconds, until the block ends; none while
@@ -35,7 +35,7 @@ def publishing(
     """
     seconds, rule, stack = config.training.publish_every, config.training.publish_if, ExitStack()
 
-    def make(trainer: Follower) -> PublishHook:
+    def make(trainer: LogTrainer) -> PublishHook:
         model, data, folder = trainer.model, config.data, run.path / PUBLISHED
         try:
             requests = schema_of_model(data, schema, model, config.model.pooling != "none", config.model.item_id)

@@ -17,7 +17,7 @@ import torch
 
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import find_files
-from jfi.follow.loop import Follower, Hook, LogPlace
+from jfi.follow.loop import Hook, LogPlace, LogTrainer
 from jfi.follow.parts import Part, PartFolder, Parts, RefusedPart
 from jfi.follow.publishing import publishing
 from jfi.follow.rows import PartRows, Reading
@@ -49,7 +49,7 @@ def follow(
     checkpoint_seconds: float = 0.0,
     late_seconds: float = 86400.0,
     refused_to: str | Path | None = None,
-    hook: Callable[[Follower], Hook] | None = None,
+    hook: Callable[[LogTrainer], Hook] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Trains a run that has ended on a log that grows, part by part, each scored before it is trained on.
@@ -162,11 +162,11 @@ class _Following:
         #: Folder for parts that are refused, see `follow`, and their number.
         self.refused_to: Path | None = None
         self._refused = 0
-        self.trainer = Follower(config, schema, world, self._reading, clock)
+        self.trainer = LogTrainer(config, schema, world, self._reading, clock)
         #: What continues the run, after --resume.
         self._resume: object = f"{run.path} --follow {parts.folder}" if isinstance(parts, PartFolder) else run.path
 
-    def go(self, until_idle: bool, hook: Callable[[Follower], Hook] | None) -> int:
+    def go(self, until_idle: bool, hook: Callable[[LogTrainer], Hook] | None) -> int:
         """Follows the log, and returns the number of parts that were trained on."""
         trainer, state_folder = self.trainer, self._folder / "state"
         if not state_folder.exists():

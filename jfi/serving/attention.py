@@ -15,7 +15,7 @@ from jfi.modules.events import floor_log2
 from jfi.ops import jagged_attention
 
 
-class Segments(NamedTuple):
+class PackedUsers(NamedTuple):
     """The users of N packed rows, U users in all."""
 
     offsets: Tensor  # [U + 1], from 0 to N
@@ -28,8 +28,8 @@ def attend(
     key: Tensor,
     value: Tensor | None = None,
     *,
-    queries: Segments,
-    keys: Segments,
+    queries: PackedUsers,
+    keys: PackedUsers,
     causal: bool = False,
     key_bias: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -63,8 +63,8 @@ def _padded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    queries: Segments,
-    keys: Segments,
+    queries: PackedUsers,
+    keys: PackedUsers,
     causal: bool,
     key_bias: Tensor | None,
     position_bias: Tensor | None,
@@ -97,7 +97,7 @@ def _padded_attention(
     return out[queries.owner, :, position]
 
 
-def padded(rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+def padded(rows: Tensor, segments: PackedUsers) -> tuple[Tensor, Tensor]:
     """[N, ...] -> [U, longest, ...], and the mask [U, longest] of the rows that are not padding.
 
     Padding is a copy of row 0, so that no memory has to be filled.
