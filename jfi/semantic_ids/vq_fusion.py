@@ -79,8 +79,6 @@ class VQFusion(Codec):
         >>> sids = codec.encode([title, image])
         >>> codec.digits(sids).shape, codec.decode(sids).shape
         (torch.Size([200, 10]), torch.Size([200, 12]))
-        >>> codec.predict_labels(sids)["brand"].shape
-        torch.Size([200])
     """
 
     def __init__(
@@ -127,19 +125,6 @@ class VQFusion(Codec):
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> FusionDecoder:
         return FusionDecoder(self, dtype)
-
-    @torch.no_grad()
-    def predict_labels(self, sids: Tensor) -> dict[str, Tensor]:
-        """Returns what the heads read from each SID: by label `[N]` int64, the most probable category.
-
-        Raises:
-            RuntimeError: the codec is not fitted.
-            TypeError, ValueError: as in `digits`.
-        """
-        self._check_fitted()
-        blocks = [self.quantizer.decode(part).to(self.device).double() for part in sids.split(_REFIT_ROWS)]
-        heads = zip(self.categories, self.network.heads, strict=True)
-        return {name: torch.cat([head(z).argmax(1) for z in blocks]).to(sids.device) for name, head in heads}
 
     @torch.enable_grad()
     def _fit(
