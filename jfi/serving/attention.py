@@ -56,20 +56,6 @@ def attend(
         offsets = {"query_offsets": queries.offsets, "key_offsets": keys.offsets}
         options = {"causal": causal, "key_bias": key_bias, "position_bias": position_bias, "scale": scale}
         return jagged_attention(query, key, value, **offsets, **options, impl=impl)
-    return _padded_attention(query, key, value, queries, keys, causal, key_bias, position_bias, scale)
-
-
-def _padded_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    queries: PackedUsers,
-    keys: PackedUsers,
-    causal: bool,
-    key_bias: Tensor | None,
-    position_bias: Tensor | None,
-    scale: float | None,
-) -> Tensor:
     (rows, num_heads, width), num_kv_heads = query.shape, key.shape[1]
     padded_query, _ = padded(query, queries)  # [U, R', H, D]
     padded_key, present = padded(key, keys)  # [U, S', G, D]
