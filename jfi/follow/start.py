@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,12 +180,13 @@ class _Following:
         self._parts.check(_part(line) for line in trained)
         count, self._since = len(trained), self._clock()
         try:
-            with (
-                closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
-                publishing(self.run, trainer.config, self._reading.schema, self._reading.policy) as own,
-            ):
-                hook = hook or own
-                trainer.hook = None if hook is None else hook(trainer)
+            with ExitStack() as stack:
+                state = stack.enter_context(closing(open_state(state_folder, self._config.data, self._reading.schema)))
+                if hook is not None:
+                    trainer.hook = hook(trainer)
+                elif self._config.training.publish_every is not None:
+                    own = publishing(self.run, trainer, self._reading.schema, self._reading.policy)
+                    trainer.hook = stack.enter_context(own)
                 self._follow(state, trained, until_idle)
         except StoreUnavailableError as error:  # such as a full disk
             raise OSError(f"{state_folder}: {error}") from error

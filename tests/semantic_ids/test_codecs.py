@@ -88,13 +88,11 @@ def test_files(fitted, tmp_path):
 
 
 @pytest.mark.parametrize("categories", [(3, 5), (4, 4)])
-def test_labels_in_any_order_come_back_from_a_file(categories, tmp_path, device):
+def test_labels_in_any_order_give_the_same_codec(categories, device):
     sources, _ = content(device)
     row = torch.arange(300, device=device)
     labels = {"type": row % categories[0], "brand": row // 7 % categories[1]}
     codec = VQFusion(DiscretePCA(10), latent=8, hidden=16, steps=60).fit(sources, labels)
-    codec.save(tmp_path / "codec")
-    assert Codec.load(tmp_path / "codec").categories == dict(zip(("brand", "type"), reversed(categories), strict=True))
     in_order = VQFusion(DiscretePCA(10), latent=8, hidden=16, steps=60).fit(sources, dict(sorted(labels.items())))
     assert codec.fingerprint == in_order.fingerprint
 
@@ -259,7 +257,6 @@ def test_a_label_that_is_not_known_adds_nothing(device):
     y[::2] = -1
     changed = {"brand": y, "rare": torch.full_like(y, -1).index_fill_(0, torch.tensor([3], device=device), 0)}
     codec = CODECS["vq"]().fit(sources, changed)
-    assert codec.categories == {"brand": 3, "rare": 1}
     assert codec.decode(codec.encode(sources)).isfinite().all()
 
 
