@@ -88,7 +88,7 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
 
     from jfi.serving.server.app import make_app, once_a_minute, run, without_traceback
     from jfi.serving.server.events import write_parts
-    from jfi.serving.server.follow import Follower
+    from jfi.serving.server.follow import VersionFollower
 
     disable_created_metrics()  # the time of a counter's first value, a sample more for each
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -106,7 +106,7 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
 
         tasks.append(Feed(options.feed).run)
     if options.follow is not None:
-        follower = Follower(options.follow, load, options.tables_device, options.at)
+        follower = VersionFollower(options.follow, load, options.tables_device, options.at)
     log = None
     if options.log_requests is not None:
         log = partial(RequestLog, options.log_requests, options.share or 0.01, options.log_requests_mb << 20)

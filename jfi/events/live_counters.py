@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jfi.events.counters import counters_of
 from jfi.events.events import SortedEvents, event_values
 from jfi.events.groups import StatisticsSettings
 from jfi.events.live_index import SETS, SURPRISES, Get, LiveIndex, LiveRows, keys_of, sort_keys
-from jfi.events.live_records import PAIRS, USER_ROWS, KeyedRows, records_with_ends
-from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries
+from jfi.events.live_records import PAIRS, USER_ROWS, KeyedRows, entries_of_log, rows_that_stay
+from jfi.events.past import Past
+from jfi.events.point_in_time import KeyColumn, PastIndex, Queries
 from jfi.events.statistics import StatisticColumns, Statistics
-from jfi.utils.jagged import blocks
+from jfi.utils.jagged import blocks, ranges
 
 #: Rows that are computed or counted together, which bounds memory; so are rows of one time.
 _AT_ONCE = 1 << 13
@@ -145,45 +145,44 @@ class LiveCounters:
                 the first of a column is not used.
             sessions: gives ids of the sessions of events `[n]`; None without a column of them.
         """
-        arrays, sets = counters_of(index, sessions), index.sets
-        times, last = arrays["times"], None
-        if USER_ROWS in self.names and "session starts" in arrays:
-            user, starts = arrays["event user"], arrays["session starts"]
-            last = np.zeros(len(digests["user"]))
-            last[user] = arrays["event time"][starts]  # of a user's rows the last one stays
+        index.past("history", ("user",))
         for name in self.names.values():
-            rows = sets.get(name.rows, name.rows)
-            source = name.text if name.rows not in sets else name.text.replace(name.rows, rows, 1)
-            codes, listed = arrays[f"{source}: codes"], arrays[f"{source}: keys"]
-            number = codes // max(len(times), 1)
+            source = name.text.replace(name.rows, index.sets.get(name.rows, name.rows), 1)
+            past, since = index.sorted_rows(source), None
+            if name.has_sessions and "session starts" in index.arrays:
+                since = _session_times(index, past)
+            kept = np.flatnonzero(rows_that_stay(name, past.codes // past.moments, since))
+            number = past.codes[kept] // past.moments
             first = np.flatnonzero(np.diff(number, prepend=-1) != 0)
-            lengths = np.diff(first, append=len(codes))
-            keys = number[first] if not len(listed) else listed[number[first]]
+            lengths = np.diff(first, append=len(kept))
+            keys = number[first] if not len(past.keys) else past.keys[number[first]]
+            bounds = np.append(kept[first], len(past.codes))  # of each key's rows; the oldest one stays
             order = sort_keys(name, keys, digests)
             for begin, end in blocks(len(order), _KEYS_AT_ONCE):
                 part = order[begin:end]
-                at, found, is_row = records_with_ends(name, source, arrays, first[part], lengths[part])
-                if name.text == USER_ROWS:
-                    found["own label"][is_row] = arrays["event label"][at]
-                    if "rounded surprise" in arrays:
-                        found["surprise"][is_row] = arrays["rounded surprise"][at]
-                    if "event session" in arrays:
-                        found["session_id"][is_row] = arrays["event session"][at]
-                    found["item"][is_row] = digests["item"][arrays["event item"][at]]
+                rows, of = kept[ranges(first[part], lengths[part])], (bounds[part], bounds[part + 1], lengths[part])
+                found, is_row = entries_of_log(name, source, index, rows, of)
                 if name.has_sessions:
-                    since = found["time"][is_row]
-                    if last is not None:
-                        users = keys[part] // max(self._count_keys(name.key[1:], digests), 1)
-                        own = np.repeat(last[users], lengths[part])
-                        since = np.where(since >= own, own, -np.inf)
-                    found["session"][is_row] = since
+                    found["session"][is_row] = found["time"][is_row] if since is None else since[rows]
+                if name.text == USER_ROWS:
+                    events = index.events.rows_at(rows)
+                    found["own label"][is_row] = index.events.label[events]
+                    found["item"][is_row] = digests["item"][index.events.item[events]]
+                    if "rounded surprise" in index.arrays:
+                        found["surprise"][is_row] = index.arrays["rounded surprise"][events]
+                    if sessions is not None:
+                        found["session_id"][is_row] = sessions(events)
                 ends = np.cumsum(lengths[part] + 1)
                 whole = zip(keys_of(name, keys[part], digests), [0, *ends[:-1].tolist()], ends.tolist(), strict=True)
                 yield from ((key, found[one:two].tobytes()) for key, one, two in whole)
 
-    def _count_keys(self, key: Key, digests: Mapping[str, np.ndarray]) -> int:
-        """The number of keys of these parts."""
-        return int(np.prod([len(digests[part]) for part in key], dtype=np.int64))
+
+def _session_times(index: PastIndex, past: Past) -> np.ndarray:
+    """`[N]` seconds, the time of the first event of the session of each row, an event of histories."""
+    events, rows = index.events, past.order
+    if events.rows is not None:
+        rows = np.searchsorted(events.rows, rows.astype(events.rows.dtype, copy=False))
+    return events.time[events.rows_at(index.arrays["session starts"][rows])]
 
 
 def _joined(parts: list[StatisticColumns]) -> StatisticColumns:

@@ -1,4 +1,4 @@
-"""Rows of a log that grows, and the records of their keys as the arrays of a PastIndex.
+"""RowSet of a log that grows, and the records of their keys as the arrays of a PastIndex.
 
 So training's functions compute queries, and say how surprising the labels of events are. The rows that are given are
 read together; those that are events count in all queries that are later than they.
@@ -19,12 +19,12 @@ from jfi.events.live_records import (
     KeyedRows,
     add_rows,
     empty_record,
-    entries_that_stay,
     keys_of_entries,
+    rows_that_stay,
     sessions_of,
 )
 from jfi.events.past import Past
-from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries, Rows, Tallies
+from jfi.events.point_in_time import Key, KeyColumn, PastIndex, Queries, RowSet, Tallies
 from jfi.utils.errors import InputError
 from jfi.utils.jagged import blocks, ranges
 
@@ -35,7 +35,7 @@ SURPRISES = ("labeled by nothing", "labeled by item", "labeled by user")
 #: Keys whose bytes are made together.
 _KEYS_AT_ONCE = 1 << 20
 #: No two sets of rows share an array.
-SETS: dict[Rows, Rows] = {name: name for name in ("labeled", "history")}
+SETS: dict[RowSet, RowSet] = {name: name for name in ("labeled", "history")}
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,10 @@ class LiveIndex:
         found: dict[bytes, bytes] = {}
         for text, (entries, source) in self._entries.items():
             key = keys_of_entries(entries)
-            changed = np.unique(key[source >= 0])
-            stays = entries_that_stay(self._names[text], entries) & np.isin(key, changed)
+            changed, name = np.unique(key[source >= 0]), self._names[text]
+            stays, is_row = np.isin(key, changed), np.isfinite(entries["time"])
+            session = entries["session"][is_row] if name.has_sessions else None
+            stays[is_row] &= rows_that_stay(name, key[is_row], session)
             whole, size, begin = entries[stays].tobytes(), entries.itemsize, 0
             ends = size * np.cumsum(np.bincount(key[stays], minlength=len(self._keys[text])))[changed]
             for number, end in zip(changed.tolist(), ends.tolist(), strict=True):

@@ -16,8 +16,7 @@ import numpy as np
 from jfi.events.events import PAUSE
 from jfi.events.groups import WINDOW
 from jfi.events.past import Past
-from jfi.events.point_in_time import Key
-from jfi.utils.jagged import ranges
+from jfi.events.point_in_time import Key, PastIndex
 
 #: Names of sorted rows: those of a user's record of events, and the beginning of that of pairs of items.
 USER_ROWS, PAIRS = "history by user", "pairs of "
@@ -181,14 +180,20 @@ def keys_of_entries(entries: np.ndarray) -> np.ndarray:
     return np.cumsum(is_end) - is_end
 
 
-def entries_that_stay(name: KeyedRows, entries: np.ndarray) -> np.ndarray:
-    """Returns which entries of records stay in the store `[N]` bool."""
-    ends, key = np.flatnonzero(np.isinf(entries["time"])), keys_of_entries(entries)
-    stays = np.arange(len(entries)) >= ends[key] - name.kept
-    stays[np.diff(key, prepend=-1) != 0] = True
-    if name.has_sessions:
-        session = entries["session"]
-        in_last = np.flatnonzero(session == session[np.maximum(ends - 1, 0)][key])
+def rows_that_stay(name: KeyedRows, key: np.ndarray, session: np.ndarray | None) -> np.ndarray:
+    """Returns which rows stay in the store `[N]` bool.
+
+    Args:
+        name: of the rows.
+        key: `[N]` of the rows, ascending.
+        session: `[N]` equal for the rows of a session; None where sessions do not count.
+    """
+    is_first = np.diff(key, prepend=-1) != 0
+    begin = np.flatnonzero(is_first)
+    ends = np.repeat(np.append(begin, len(key))[1:], np.diff(begin, append=len(key)))
+    stays = is_first | (np.arange(len(key)) >= ends - name.kept)
+    if session is not None:
+        in_last = np.flatnonzero(session == session[ends - 1])
         stays[in_last[np.diff(key[in_last], prepend=-1) != 0]] = True
     return stays
 
@@ -210,33 +215,30 @@ def sessions_of(entries: np.ndarray, is_new: np.ndarray, has_column: bool) -> np
     return known[np.maximum.accumulate(np.where(begins | ~is_new, np.arange(len(entries)), 0))]
 
 
-def records_with_ends(
-    name: KeyedRows, source: str, arrays: dict[str, np.ndarray], first: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the rows of K keys of a log, and the entries of their records, one record after the other.
+def entries_of_log(
+    name: KeyedRows, source: str, index: PastIndex, rows: np.ndarray, of: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the entries of the records of K keys of a log, one record after the other.
 
     Args:
         name: of the rows.
         source: their name in the log's index.
-        arrays: of the log's index.
-        first: `[K]` int64, the first row of each key.
-        lengths: `[K]` int64, the number of rows of each key.
+        index: of the log.
+        rows: `[N]` int64, the sorted rows of the keys that stay.
+        of: of each key the first of all its rows, the one behind them, and how many stay, `[K]` int64 each.
 
     Returns:
-        The rows `[N]` int64, the entries `[N + K]`, and which of these are the rows `[N + K]` bool.
+        The entries `[N + K]`, and which of these are rows `[N + K]` bool.
     """
-    rows, ends = ranges(first, lengths), np.cumsum(lengths + 1) - 1
-    found, is_row = np.zeros(len(rows) + len(first), name.dtype), np.ones(len(rows) + len(first), bool)
-    is_row[ends] = False
-    found["time"][is_row] = arrays["times"][arrays[f"{source}: codes"][rows] % max(len(arrays["times"]), 1)]
-    found["time"][ends] = np.inf
-    for one in ("position", *name.sums):
-        if one != "position" and f"{source}: {one}" not in arrays:
-            continue  # of an event without a label nothing is summed
-        values = arrays[f"{source}: {one}"]
-        start = values[first]
-        found[one][is_row] = values[rows] - np.repeat(start, lengths)
-        found[one][ends] = values[first + lengths] - start
+    past, (begin, end, lengths) = index.sorted_rows(source), of
+    found, is_row = np.zeros(len(rows) + len(lengths), name.dtype), np.ones(len(rows) + len(lengths), bool)
+    is_row[ends := np.cumsum(lengths + 1) - 1] = False
+    found["time"][is_row], found["time"][ends] = index.times[past.codes[rows] % past.moments], np.inf
+    found["position"][is_row], found["position"][ends] = rows - np.repeat(begin, lengths), end - begin
+    for one in name.sums:
+        if (prefix := index.arrays.get(f"{source}: {one}")) is not None:  # without labels nothing is summed
+            found[one][is_row] = prefix[rows] - np.repeat(prefix[begin], lengths)
+            found[one][ends] = prefix[end] - prefix[begin]
     for one in name.decays:
-        found[one][is_row] = arrays[f"{source}: {one}"][rows]
-    return rows, found, is_row
+        found[one][is_row] = index.arrays[f"{source}: {one}"][rows]
+    return found, is_row

@@ -26,7 +26,7 @@ from jfi.events.past import Older, Past, Tally, moments_of
 from jfi.utils.encoding import UNKNOWN
 from jfi.utils.jagged import blocks
 
-Rows = Literal["labeled", "history"]
+RowSet = Literal["labeled", "history"]
 Key = tuple[str, ...]
 
 #: Rows of the rate that is expected otherwise, for the rates that an event's label is compared with.
@@ -97,7 +97,7 @@ class PastIndex:
         session: np.ndarray | None = None,
         arrays: dict[str, np.ndarray] | None = None,
         new: New = np.empty,
-        sets: dict[Rows, Rows] | None = None,
+        sets: dict[RowSet, RowSet] | None = None,
         values: EventValues | None = None,
     ) -> None:
         self.values: EventValues = values or {}
@@ -118,12 +118,12 @@ class PastIndex:
             self.arrays[name] = make()
         return self.arrays[name]
 
-    def name(self, rows: Rows, key: Key) -> str:
+    def name(self, rows: RowSet, key: Key) -> str:
         """The name of sorted rows, one for all sets that have the same rows."""
         return f"{self.sets[rows]} by {' x '.join(key) or 'nothing'}"
 
     @cached_property
-    def sets(self) -> dict[Rows, Rows]:
+    def sets(self) -> dict[RowSet, RowSet]:
         """For each set of rows the first one of those that have the same rows: sorted once, searched once."""
         are_labeled = self.is_implicit or sum(map(len, self.rows("labeled"))) == len(self.events)
         return {"history": "history", "labeled": "history" if self.events.rows is None and are_labeled else "labeled"}
@@ -147,7 +147,7 @@ class PastIndex:
             return self.arrays["moments"][events].astype(np.int64)
         return np.searchsorted(times, self.events.time[events])
 
-    def rows(self, rows: Rows) -> Iterator[np.ndarray]:
+    def rows(self, rows: RowSet) -> Iterator[np.ndarray]:
         """Yields the events that a set of rows consists of, int64 ascending, a block at a time."""
         of = self.events
         for begin, end in blocks(len(of) if rows == "labeled" or of.rows is None else len(of.rows), _AT_ONCE):
@@ -155,7 +155,7 @@ class PastIndex:
             found = found if rows == "labeled" else of.rows_at(found)
             yield found if rows == "history" else found[~np.isnan(of.label[found])]
 
-    def past(self, rows: Rows, key: Key) -> Past:
+    def past(self, rows: RowSet, key: Key) -> Past:
         """Returns the rows of a set, sorted by key and moment, which have the numbers of their events."""
         name = self.name(rows, key)
         self.sorted_by[name] = key
@@ -173,14 +173,14 @@ class PastIndex:
             self.pasts[name] = Past(codes, len(self.times), keys, order, position)
         return self.pasts[name]
 
-    def _keyed(self, rows: Rows, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _keyed(self, rows: RowSet, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yields the keys, the moments and the events of a set of rows, as `Past.sort` takes them."""
         for events in self.rows(rows):
             keys = self.keys(key, self.queries(events))
             index, _ = kept = np.nonzero(keys >= 0)
             yield keys[kept], self.moment(events)[index], events[index].astype(index_type(len(self.events)))
 
-    def prefix(self, rows: Rows, key: Key, values: str) -> np.ndarray:
+    def prefix(self, rows: RowSet, key: Key, values: str) -> np.ndarray:
         """`[N + 1]` float64, prefix sums of values of the rows.
 
         Args:
@@ -266,7 +266,7 @@ class Tallies:
         self._keys: dict[Key, np.ndarray] = {}
         self._older: dict[str, list[Older]] = {}
 
-    def older(self, rows: Rows, key: Key) -> list[Older]:
+    def older(self, rows: RowSet, key: Key) -> list[Older]:
         """The ranges of older rows, for each value of a target with several ones."""
         name = self.index.name(rows, key)
         if name not in self._older:
@@ -280,11 +280,11 @@ class Tallies:
             self._keys[key] = self.index.keys(key, self.queries)
         return self._keys[key]
 
-    def num_rows(self, rows: Rows, key: Key = ()) -> np.ndarray:
+    def num_rows(self, rows: RowSet, key: Key = ()) -> np.ndarray:
         """`[B]` int64, the number of older rows."""
         return sum(one.count for one in self.older(rows, key))
 
-    def sums(self, rows: Rows, key: Key, values: str, newest: int | None = None) -> np.ndarray:
+    def sums(self, rows: RowSet, key: Key, values: str, newest: int | None = None) -> np.ndarray:
         """`[B]` float64, sums of values over older rows; see `PastIndex.prefix`.
 
         Args:
@@ -356,7 +356,7 @@ class Tallies:
             found.append(sums)
         return Tally(found[0], found[-1])
 
-    def age(self, rows: Rows, key: Key, oldest: bool = False) -> np.ndarray:
+    def age(self, rows: RowSet, key: Key, oldest: bool = False) -> np.ndarray:
         """`[B]` seconds since the newest older row of the key, or since the oldest one; NaN without one."""
         past, (older,) = self.index.past(rows, key), self.older(rows, key)
         some = np.flatnonzero(older.count)

@@ -26,9 +26,8 @@ _PAIRS_AT_ONCE = 1 << 17
 _FEW_PAIRS = 10.0
 
 
-@dataclass(frozen=True)
-class CoOccurrence:
-    """Similarity of a target to the events of its user's history, by which users had both before that moment.
+def co_occurrence(tallies: Tallies, window: int) -> np.ndarray:
+    """Compares targets with the events of their users' histories, by which users had both before that moment.
 
     A user who has two items within `window` events makes a pair of them, at the time of the later one. With c the
     number of pairs of items i and j that are strictly older than a sample, and n_i and n_j those of events,
@@ -40,24 +39,12 @@ class CoOccurrence:
     newest `window` events j then say how much the target resembles the history, and whether users like both.
 
     Args:
-        similarity: `[B]` float64, like all, the sums of w.
-        labeled: of w over the events with a label.
-        liked: of w times the label.
-        agreement: of a times the event's surprise.
-    """
-
-    similarity: np.ndarray
-    labeled: np.ndarray
-    liked: np.ndarray
-    agreement: np.ndarray
-
-
-def co_occurrence(tallies: Tallies, window: int) -> CoOccurrence:
-    """The sums for queries.
-
-    Args:
         tallies: the queries; their index keeps the pairs. In implicit feedback no label is surprising.
         window: the number of newest events of a history that count.
+
+    Returns:
+        `[4, B]` float64, the sums of w, of w over the events with a label, of w times the label, and of a times the
+        event's surprise.
     """
     index, item, rows, moment = tallies.index, tallies.queries.item, tallies.queries.events, tallies.moment
     events, name, with_labels = index.events, f"pairs of {window}", not index.is_implicit
@@ -100,7 +87,7 @@ def co_occurrence(tallies: Tallies, window: int) -> CoOccurrence:
             sample = np.arange(len(part)).repeat(count)
             for i, values in enumerate((weight, weight * labeled, weight * liked, agreement * surprising)):
                 sums[i, part] = np.bincount(sample, weights=values, minlength=len(part))
-    return CoOccurrence(*sums)
+    return sums
 
 
 def _pairs(index: PastIndex, window: int, name: str) -> Past:
@@ -265,12 +252,12 @@ class Statistics:
         }
 
     def _similar(self, tallies: Tallies) -> StatisticColumns:
-        sums = co_occurrence(tallies, self.window)
-        columns = {"past_similarity": np.log(sums.similarity + _LEAST_SIMILARITY)}
+        similarity, labeled, liked, agreement = co_occurrence(tallies, self.window)
+        columns = {"past_similarity": np.log(similarity + _LEAST_SIMILARITY)}
         if self.index.is_implicit:
             return columns
-        rate = (sums.liked + _user_rate(tallies)) / (sums.labeled + 1.0)
-        return columns | {"past_similar_rate": rate, "past_agreement": sums.agreement}
+        rate = (liked + _user_rate(tallies)) / (labeled + 1.0)
+        return columns | {"past_similar_rate": rate, "past_agreement": agreement}
 
     def _popularity(self, tallies: Tallies) -> StatisticColumns:
         columns = {}

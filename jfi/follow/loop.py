@@ -72,7 +72,7 @@ class Hook(Protocol):
         """Follows the end at a part: of the log, by a signal or at a part that is refused."""
 
 
-class Follower(Steps):
+class LogTrainer(Steps):
     """The state of a run that follows a log, and its steps on parts.
 
     Args:

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from jfi.data.batches.choose_events import load_policy
 from jfi.data.io.paths import find_files
-from jfi.follow.loop import Follower, Hook, LogPlace
+from jfi.follow.loop import Hook, LogPlace, LogTrainer
 from jfi.follow.parts import Part, PartFolder, Parts, RefusedPart
 from jfi.follow.publishing import publishing
 from jfi.follow.rows import PartRows, Reading
@@ -49,7 +49,7 @@ def follow(
     checkpoint_seconds: float = 0.0,
     late_seconds: float = 86400.0,
     refused_to: str | Path | None = None,
-    hook: Callable[[Follower], Hook] | None = None,
+    hook: Callable[[LogTrainer], Hook] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Trains a run that has ended on a log that grows, part by part, each scored before it is trained on.
@@ -162,11 +162,11 @@ class _Following:
         #: Folder for parts that are refused, see `follow`, and their number.
         self.refused_to: Path | None = None
         self._refused = 0
-        self.trainer = Follower(config, schema, world, self._reading, clock)
+        self.trainer = LogTrainer(config, schema, world, self._reading, clock)
         #: What continues the run, after --resume.
         self._resume: object = f"{run.path} --follow {parts.folder}" if isinstance(parts, PartFolder) else run.path
 
-    def go(self, until_idle: bool, hook: Callable[[Follower], Hook] | None) -> int:
+    def go(self, until_idle: bool, hook: Callable[[LogTrainer], Hook] | None) -> int:
         """Follows the log, and returns the number of parts that were trained on."""
         trainer, state_folder = self.trainer, self._folder / "state"
         if not state_folder.exists():
@@ -180,12 +180,13 @@ class _Following:
         self._parts.check(_part(line) for line in trained)
         count, self._since = len(trained), self._clock()
         try:
-            with (
-                closing(open_state(state_folder, self._config.data, self._reading.schema)) as state,
-                publishing(self.run, trainer.config, self._reading.schema, self._reading.policy) as own,
-            ):
-                hook = hook or own
-                trainer.hook = None if hook is None else hook(trainer)
+            with ExitStack() as stack:
+                state = stack.enter_context(closing(open_state(state_folder, self._config.data, self._reading.schema)))
+                if hook is not None:
+                    trainer.hook = hook(trainer)
+                elif self._config.training.publish_every is not None:
+                    own = publishing(self.run, trainer, self._reading.schema, self._reading.policy)
+                    trainer.hook = stack.enter_context(own)
                 self._follow(state, trained, until_idle)
         except StoreUnavailableError as error:  # such as a full disk
             raise OSError(f"{state_folder}: {error}") from error

@@ -137,9 +137,7 @@ class PolicyModule(nn.Module):
         cap counts back from the first row that sees an event. `timelines.max_events` counts the events that stay.
 
         Args:
-            features: as in `forward`.
-            surface: as in `forward`.
-            dwell: as in `forward`.
+            features, surface, dwell: as in `forward`.
             segments: `[U]`, of each timeline: that of its first row, which knows the least.
             timelines: of the batch.
 

@@ -26,7 +26,7 @@ CONTENT, OPTIONS = "content.safetensors", "options.json"
 FIGURES, PICTURE = "quality.json", "quality.png"
 
 
-class Added(NamedTuple):
+class AddedItems(NamedTuple):
     """The IDs of a catalogue, those that a file had first.
 
     Attributes:
@@ -104,7 +104,7 @@ def load_catalogue(folder: Path, options: dict) -> tuple[Codec, Content]:
 
 def add_items(
     table: SourceRows, column: str, path: Path, codec: Codec, content: Content, progress: Progress | None = None
-) -> Added:
+) -> AddedItems:
     """Returns the IDs of a file, unchanged, and those of the items of a table that the file lacks.
 
     A number is the same item as its text. An item of the file, which may not exist, without an ID gets one if it now
@@ -128,7 +128,7 @@ def add_items(
     found, sids = encoded.split([len(late), len(new)])
     old[torch.from_numpy(index[late])] = found
     late_ones = int((found != UNKNOWN_SID).sum())
-    return Added(pa.concat_arrays([known, added]), torch.cat([old, sids]), len(known), late_ones)
+    return AddedItems(pa.concat_arrays([known, added]), torch.cat([old, sids]), len(known), late_ones)
 
 
 def _in_type(kind: pa.DataType, path: Path, table: SourceRows, column: str, rows: np.ndarray) -> pa.Array:

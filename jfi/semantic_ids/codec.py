@@ -141,19 +141,7 @@ class Codec(ABC):
             yield normalize(block, present, self.tensors["mean"], self.tensors["scale"]), present
 
     def digits(self, sids: Tensor) -> Tensor:
-        """The digits of each SID, on its device.
-
-        Args:
-            sids: `[N]` int64.
-
-        Returns:
-            `[N, L]`: int8 of -1, 0 and 1 for ternary digits, all 0 for UNKNOWN_SID; int64 of codes from 0 on for
-            codebooks, all -1 for UNKNOWN_SID.
-
-        Raises:
-            TypeError: `sids` is not int64.
-            ValueError: an ID is none that this codec could give; the message names the row.
-        """
+        """Returns the digits `[N, L]` of SIDs `[N]`, and raises, as `Layout.unpack`."""
         return self.layout.unpack(sids)
 
     @torch.no_grad()

@@ -79,8 +79,6 @@ class VQFusion(Codec):
         >>> sids = codec.encode([title, image])
         >>> codec.digits(sids).shape, codec.decode(sids).shape
         (torch.Size([200, 10]), torch.Size([200, 12]))
-        >>> codec.predict_labels(sids)["brand"].shape
-        torch.Size([200])
     """
 
     def __init__(
@@ -122,24 +120,9 @@ class VQFusion(Codec):
         # A quantizer of its own: another VQFusion with the same argument must not fit this one anew.
         self.quantizer: Codec = type(quantizer)(**quantizer.settings)
         self.network: Any = nn.Module()  # that of `_new_network` once fitted
-        #: By label the number of its categories; empty before `fit`.
-        self.categories: dict[str, int] = {}
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> FusionDecoder:
         return FusionDecoder(self, dtype)
-
-    @torch.no_grad()
-    def predict_labels(self, sids: Tensor) -> dict[str, Tensor]:
-        """Returns what the heads read from each SID: by label `[N]` int64, the most probable category.
-
-        Raises:
-            RuntimeError: the codec is not fitted.
-            TypeError, ValueError: as in `digits`.
-        """
-        self._check_fitted()
-        blocks = [self.quantizer.decode(part).to(self.device).double() for part in sids.split(_REFIT_ROWS)]
-        heads = zip(self.categories, self.network.heads, strict=True)
-        return {name: torch.cat([head(z).argmax(1) for z in blocks]).to(sids.device) for name, head in heads}
 
     @torch.enable_grad()
     def _fit(
@@ -158,10 +141,8 @@ class VQFusion(Codec):
         for name, values in labels.items():
             if values.max() < 0:
                 raise ValueError(f"labels[{name!r}] is -1, not known, for every item with content")
-        # By name, as in the file, where the heads have no other order.
-        labels = {name: labels[name].to(x.device) for name in sorted(labels)}
-        self.categories = {name: int(values.max()) + 1 for name, values in labels.items()}
-        network = self._new_network(x.device)
+        labels = {name: labels[name].to(x.device) for name in sorted(labels)}  # in any order the same codec
+        network = self._new_network(x.device, [int(values.max()) + 1 for values in labels.values()])
         weights = present.to(x.dtype) * x.new_tensor(weights)
         optimizer = torch.optim.Adam(network.parameters(), settings["learning_rate"])
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
@@ -177,10 +158,11 @@ class VQFusion(Codec):
             if progress is not None:
                 progress(step + 1, steps)
         self._check_finite(loss)
+        del network.heads  # the IDs need no more of them
         self.network = network.double().requires_grad_(False)
 
-    def _new_network(self, device: torch.device) -> Any:
-        """Returns a module with the encoder, a decoder for each source, and a head for each label."""
+    def _new_network(self, device: torch.device, categories: Sequence[int] | None = None) -> Any:
+        """Returns a module with the encoder, a decoder for each source and, to fit it, a head for each label."""
         latent, hidden, network = self.settings["latent"], self.settings["hidden"], nn.Module()
 
         def mlp(inputs: int, outputs: int) -> nn.Sequential:
@@ -190,7 +172,8 @@ class VQFusion(Codec):
             torch.manual_seed(self.seed)
             network.encoder = mlp(sum(self.widths), latent)
             network.decoders = nn.ModuleList(mlp(latent, width) for width in self.widths)
-            network.heads = nn.ModuleList(nn.Linear(latent, count) for count in self.categories.values())
+            if categories is not None:
+                network.heads = nn.ModuleList(nn.Linear(latent, count) for count in categories)
         return network.to(device)
 
     @torch.no_grad()
@@ -230,7 +213,7 @@ class VQFusion(Codec):
         return super().to(device)
 
     def describe(self) -> dict:
-        return {**super().describe(), "categories": self.categories, "quantizer": self.quantizer.describe()}
+        return {**super().describe(), "quantizer": self.quantizer.describe()}
 
     def state(self) -> dict[str, Tensor]:
         # The network has learnt in float32, so nothing is lost.
@@ -243,7 +226,6 @@ class VQFusion(Codec):
             return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
         self.tensors = {name: x for name, x in tensors.items() if "." not in name}
-        self.categories = description["categories"]
         self.quantizer = Codec.rebuild(description["quantizer"], below(_OWN))
         network = self._new_network(torch.device("cpu"))
         network.load_state_dict(below("network."))

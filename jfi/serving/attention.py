@@ -15,7 +15,7 @@ from jfi.modules.events import floor_log2
 from jfi.ops import jagged_attention
 
 
-class Segments(NamedTuple):
+class PackedUsers(NamedTuple):
     """The users of N packed rows, U users in all."""
 
     offsets: Tensor  # [U + 1], from 0 to N
@@ -28,8 +28,8 @@ def attend(
     key: Tensor,
     value: Tensor | None = None,
     *,
-    queries: Segments,
-    keys: Segments,
+    queries: PackedUsers,
+    keys: PackedUsers,
     causal: bool = False,
     key_bias: Tensor | None = None,
     position_bias: Tensor | None = None,
@@ -56,20 +56,6 @@ def attend(
         offsets = {"query_offsets": queries.offsets, "key_offsets": keys.offsets}
         options = {"causal": causal, "key_bias": key_bias, "position_bias": position_bias, "scale": scale}
         return jagged_attention(query, key, value, **offsets, **options, impl=impl)
-    return _padded_attention(query, key, value, queries, keys, causal, key_bias, position_bias, scale)
-
-
-def _padded_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    queries: Segments,
-    keys: Segments,
-    causal: bool,
-    key_bias: Tensor | None,
-    position_bias: Tensor | None,
-    scale: float | None,
-) -> Tensor:
     (rows, num_heads, width), num_kv_heads = query.shape, key.shape[1]
     padded_query, _ = padded(query, queries)  # [U, R', H, D]
     padded_key, present = padded(key, keys)  # [U, S', G, D]
@@ -97,7 +83,7 @@ def _padded_attention(
     return out[queries.owner, :, position]
 
 
-def padded(rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+def padded(rows: Tensor, segments: PackedUsers) -> tuple[Tensor, Tensor]:
     """[N, ...] -> [U, longest, ...], and the mask [U, longest] of the rows that are not padding.
 
     Padding is a copy of row 0, so that no memory has to be filled.

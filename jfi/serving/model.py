@@ -32,7 +32,7 @@ from jfi.modules import (
 from jfi.modules.events import Events, combine, position_buckets
 from jfi.modules.jagged_pooling import Mode
 from jfi.ops.absorbed_target_attention import absorb, affine
-from jfi.serving.attention import Segments, attend, padded
+from jfi.serving.attention import PackedUsers, attend, padded
 from jfi.utils.arguments import module_name
 
 
@@ -142,13 +142,13 @@ class ScoringModel(nn.Module):
             candidates: embeddings [R, D] by key. Of `semantic_keys` they and the history are IDs, [R] and [S] int64.
             dense: [R, dense_in_features], the features of the user and of the candidate.
             buckets: [S] int64 by key of `bucket_keys`.
-            history_offsets, history_owner, history_positions: the `Segments` of the S events.
-            candidate_offsets, candidate_owner, candidate_positions: the `Segments` of the R candidates.
+            history_offsets, history_owner, history_positions: the `PackedUsers` of the S events.
+            candidate_offsets, candidate_owner, candidate_positions: the `PackedUsers` of the R candidates.
             weights: [S] float32, of the events, where `weighted_features` are any.
         """
-        events = Segments(history_offsets, history_owner, history_positions)
+        events = PackedUsers(history_offsets, history_owner, history_positions)
         read = ByEvent(buckets, weights)
-        rows = Segments(candidate_offsets, candidate_owner, candidate_positions)
+        rows = PackedUsers(candidate_offsets, candidate_owner, candidate_positions)
         history, candidates = self._read_sids(history), self._projected(self._read_sids(candidates))
         users = self._projected(users)
         entries = {key: users[key][rows.owner] if key in self.user_keys else candidates[key] for key in self.keys}
@@ -174,7 +174,7 @@ class ScoringModel(nn.Module):
         return {key: own[key](one) if key in own else one for key, one in values.items()}
 
     def _pool(
-        self, entries: dict[str, Tensor], x: Tensor, rows: Segments, events: Segments, read: "ByEvent"
+        self, entries: dict[str, Tensor], x: Tensor, rows: PackedUsers, events: PackedUsers, read: "ByEvent"
     ) -> list[Tensor]:
         """The entries of the histories, as `SequenceArch` has them."""
         if self.plain is not None:
@@ -234,7 +234,7 @@ class CandidateAttention(nn.Module):
     def _hold(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, None if value is None else value.float().contiguous())
 
-    def forward(self, target: Tensor, history: Tensor, rows: Segments, events: Segments, read: ByEvent) -> Tensor:
+    def forward(self, target: Tensor, history: Tensor, rows: PackedUsers, events: PackedUsers, read: ByEvent) -> Tensor:
         """[R, D_e], [S, D_x] -> [R, embedding_dim]."""
         bias, value = None, None
         if self.bucket_bias is not None:
@@ -259,7 +259,7 @@ class Pooled(nn.Module):
         super().__init__()
         self.mode = mode
 
-    def forward(self, history: Tensor, rows: Segments, events: Segments) -> Tensor:
+    def forward(self, history: Tensor, rows: PackedUsers, events: PackedUsers) -> Tensor:
         """[S, D_x] -> [R, D_x]; the arguments are those of CandidateAttention."""
         values, present = padded(history, events)
         total = values.masked_fill(~present.unsqueeze(2), 0).sum(1)
@@ -268,7 +268,7 @@ class Pooled(nn.Module):
         return total[rows.owner]
 
 
-def _bias_rows(feature: SequenceFeatureConfig, events: Segments, read: ByEvent) -> Tensor | None:
+def _bias_rows(feature: SequenceFeatureConfig, events: PackedUsers, read: ByEvent) -> Tensor | None:
     """Row [S] of the feature's learned bias table for each event, or None for a feature without one."""
     if isinstance(feature.bias, PositionBias):
         return position_buckets(events.offsets, events.owner.size(0), feature.bias)

@@ -22,7 +22,7 @@ from jfi.serving.validation import (
     BadRequestError,
     BodyType,
     Place,
-    Rows,
+    TableColumns,
     Values,
     fields_of,
     ids_of,
@@ -215,7 +215,7 @@ class RequestReader:
         candidates, place = self._candidates_of(request)
         candidate = self._read_candidates(candidates, place, stored)
         kinds = self.fields.get(HISTORY, {})
-        history = Rows(HISTORY, request.get(HISTORY, []), self.limits.max_history)
+        history = TableColumns(HISTORY, request.get(HISTORY, []), self.limits.max_history)
         given = [self.fields[CANDIDATES][name] for name in candidates] + [kinds[name] for name in history.columns]
         if (codec := self.schema.codec) is not None and (found := request.get(CODEC, codec)) != codec:
             whose = f"'{codec}', whose semantic IDs the model reads"
@@ -250,7 +250,7 @@ class RequestReader:
 
     def _candidates_of(self, request: dict) -> tuple[dict[str, Sequence[object]], Place]:
         """Returns by name the values of the candidates and of the context, and their places."""
-        rows, context = Rows(CANDIDATES, request[CANDIDATES], of_ids=self._ids[CANDIDATES]), {}
+        rows, context = TableColumns(CANDIDATES, request[CANDIDATES], of_ids=self._ids[CANDIDATES]), {}
         if not len(rows):
             raise BadRequestError("candidates must not be empty")
         if CONTEXT in request:
@@ -324,7 +324,7 @@ class RequestReader:
             found[column.key] = ids[:, None] if counts is None else _first_values(ids, counts, column.slots)
         return found
 
-    def _encode_history(self, history: Rows) -> tuple[Encoded, int, np.ndarray | None]:
+    def _encode_history(self, history: TableColumns) -> tuple[Encoded, int, np.ndarray | None]:
         """The events that the policy keeps, their number and their weights, if any."""
         if not len(history):
             none = np.zeros(0, np.int64)

@@ -65,7 +65,6 @@ class FloatTables:
     def __init__(
         self, weights: dict[str, Tensor], table_of: dict[str, str], ids: dict[str, Tensor] | None = None
     ) -> None:
-        self.weights = {key: weights[table] for key, table in table_of.items()}
         self.tensors, self._table_of = weights, table_of
         #: By table that grows the rows of its ids.
         self.rows = {table: RowsOfIds(own) for table, own in (ids or {}).items()}
@@ -77,8 +76,8 @@ class FloatTables:
     def all_rows(self) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
         """Returns by table its rows [N], their values [N, D] and, of a table that grows, their raw ids [N]."""
         ids = {table: own.ids for table, own in self.rows.items()}
-        weights = {table: self.weights[key] for key, table in self._table_of.items()}
-        return {table: (torch.arange(len(own)), own, ids.get(table)) for table, own in weights.items()}
+        own = {table: self.tensors[table] for table in self._table_of.values()}
+        return {table: (torch.arange(len(one)), one, ids.get(table)) for table, one in own.items()}
 
     def write_rows(self, table: str, rows: Tensor, values: Tensor, rows_of_ids: RowsOfIds | None = None) -> None:
         """Replaces rows [n] of a table by values [n, D], in place, and the rows of all ids in a table that grows."""
@@ -89,8 +88,8 @@ class FloatTables:
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for key, values in ids.items():
-            weight = self.weights[key]
-            rows_of_ids = self.rows.get(self._table_of[key])
+            table = self._table_of[key]
+            weight, rows_of_ids = self.tensors[table], self.rows.get(table)
             rows = values.to(weight.device) if rows_of_ids is None else rows_of_ids(values)
             found[key] = F.embedding(rows, weight).to(values.device)
         return found

@@ -193,7 +193,7 @@ def _check_pairs(pairs: list[tuple[str, object]]) -> None:
         seen.add(key)
 
 
-class Rows:
+class TableColumns:
     """The columns of a table: of the candidates or of the events.
 
     Args:

@@ -18,7 +18,7 @@ from jfi.serving.validation import (
     BadRequestError,
     BodyType,
     Place,
-    Rows,
+    TableColumns,
     Values,
     flat_values,
     id_type,
@@ -182,7 +182,7 @@ class EventReader:
         return self._read(self._body.convert(given))
 
     def _read(self, given: Any) -> LogRows:
-        rows = Rows("events", given)
+        rows = TableColumns("events", given)
         if not len(rows):
             raise BadRequestError("events must not be empty")
         log, given, place = self._log, rows.columns, rows.place

@@ -25,7 +25,7 @@ from jfi.serving.export import Export
 from jfi.serving.published import numbers
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, StateSettings
-from jfi.serving.server.body import write_answer
+from jfi.serving.server.events import write_answer
 from jfi.state.stores import LmdbStore
 from jfi.training import train
 from jfi.training.checkpoints.checkpoint import latest_checkpoint

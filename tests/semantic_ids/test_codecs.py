@@ -85,22 +85,14 @@ def test_files(fitted, tmp_path):
     again.save(tmp_path / "again.safetensors")
     files = [(tmp_path / f"{name}.safetensors").read_bytes() for name in ("codec", "again")]
     assert files[0] == files[1]
-    if isinstance(codec, VQFusion):
-        sids = codec.encode(sources)
-        assert torch.equal(again.predict_labels(sids)["brand"], codec.predict_labels(sids)["brand"])
 
 
 @pytest.mark.parametrize("categories", [(3, 5), (4, 4)])
-def test_labels_in_any_order_come_back_from_a_file(categories, tmp_path, device):
+def test_labels_in_any_order_give_the_same_codec(categories, device):
     sources, _ = content(device)
     row = torch.arange(300, device=device)
     labels = {"type": row % categories[0], "brand": row // 7 % categories[1]}
     codec = VQFusion(DiscretePCA(10), latent=8, hidden=16, steps=60).fit(sources, labels)
-    predicted = codec.predict_labels(sids := codec.encode(sources))
-    codec.save(tmp_path / "codec")
-    loaded = Codec.load(tmp_path / "codec").to(device).predict_labels(sids)
-    assert predicted.keys() == labels.keys() == loaded.keys()
-    assert all(torch.equal(predicted[name], loaded[name]) for name in labels)
     in_order = VQFusion(DiscretePCA(10), latent=8, hidden=16, steps=60).fit(sources, dict(sorted(labels.items())))
     assert codec.fingerprint == in_order.fingerprint
 
@@ -240,7 +232,6 @@ def test_labels_are_read_from_the_ids(device):
         sids = codec.encode(x)
         right.append(sid_quality(codec, x, sids, {"side": y}).labels["side"].probe)
     assert right[1] > 0.75 and right[1] > right[0] + 0.15
-    assert (codec.predict_labels(sids)["side"] == y).double().mean() > 0.75
 
 
 def test_a_source_without_weight_or_content_adds_no_loss(device):
@@ -266,7 +257,6 @@ def test_a_label_that_is_not_known_adds_nothing(device):
     y[::2] = -1
     changed = {"brand": y, "rare": torch.full_like(y, -1).index_fill_(0, torch.tensor([3], device=device), 0)}
     codec = CODECS["vq"]().fit(sources, changed)
-    assert codec.categories == {"brand": 3, "rare": 1}
     assert codec.decode(codec.encode(sources)).isfinite().all()
 
 

@@ -17,7 +17,7 @@ from examples import synthetic_tables
 from jfi.data import Batch
 from jfi.models import SequenceDLRM
 from jfi.serving.scorer import Scorer
-from jfi.serving.server.body import write_answer
+from jfi.serving.server.events import write_answer
 from jfi.training import train
 from jfi.training.config_parser import parse_config
 from jfi.utils.files import SUMS, sha256_of, write_sums, writing_folder

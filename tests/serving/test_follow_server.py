@@ -19,7 +19,7 @@ from jfi.serving.version_chain import VersionChain
 
 pytest.importorskip("aiohttp")
 from jfi.serving.server import follow as following
-from jfi.serving.server.follow import Follower
+from jfi.serving.server.follow import VersionFollower
 
 from .conftest import as_sent
 from .publishing import add, bodies, damage, half_applied, huge, new_base
@@ -54,7 +54,7 @@ async def until(client, version: int, refuses: bool = False) -> dict:
 def test_requests_while_versions_are_applied_are_each_answered_by_one(published, tmp_path):
     wanted, folder, asked = expected(published.folder, tmp_path, range(1, 7)), tmp_path / "copy", bodies()
     add(folder, published.folder, 1)
-    follower = Follower(folder, Scorer)
+    follower = VersionFollower(folder, Scorer)
 
     async def ask(client, number: int, answers: list) -> None:
         while not answers or answers[-1][1]["version"] < 6:
@@ -95,7 +95,7 @@ def test_a_broken_chain_is_said_once_and_the_next_whole_version_goes_on(publishe
     folder = tmp_path / "copy"
     for number in (1, 2):
         add(folder, published.folder, number)
-    follower = Follower(folder, Scorer)
+    follower = VersionFollower(folder, Scorer)
 
     async def talk(client):
         shutil.copytree(path_of(published.folder, 3), tmp_path / "3")
@@ -121,7 +121,7 @@ def test_a_version_whose_scores_are_not_finite_is_refused_and_the_one_before_ans
     wanted, folder = expected(published.folder, tmp_path, range(1, 3)), tmp_path / "copy"
     for number in (1, 2):
         add(folder, published.folder, number)
-    follower = Follower(folder, Scorer)
+    follower = VersionFollower(folder, Scorer)
 
     async def talk(client):
         add(tmp_path / "3", published.folder, 3)
@@ -146,7 +146,7 @@ def test_a_version_that_fails_half_way_is_answered_from_by_nobody(published, tmp
     wanted, folder = expected(published.folder, tmp_path, range(1, 6)), tmp_path / "copy"
     for number in (1, 2):
         add(folder, published.folder, number)
-    follower, request, answers = Follower(folder, Scorer), bodies()[3], []
+    follower, request, answers = VersionFollower(folder, Scorer), bodies()[3], []
     half_applied(monkeypatch, 3, can_be_undone)
 
     async def ask(client) -> dict:
@@ -175,7 +175,7 @@ def test_a_version_that_fails_half_way_is_answered_from_by_nobody(published, tmp
 def test_what_takes_long_of_a_version_is_not_done_between_calls_of_the_model(published, tmp_path, monkeypatch):
     for number in (1, 2):
         add(tmp_path / "copy", published.folder, number)
-    follower, threads, prepare = Follower(tmp_path / "copy", Scorer), [], Scorer.prepare
+    follower, threads, prepare = VersionFollower(tmp_path / "copy", Scorer), [], Scorer.prepare
     scorer = follower.start()
 
     def named(self, change):
@@ -198,7 +198,7 @@ def test_a_new_base_takes_the_place_of_the_artifact(published, tmp_path, log):
     wanted, folder = expected(published.folder, tmp_path, range(1, 2))[1], tmp_path / "copy"
     for number in (1, 2):
         add(folder, published.folder, number)
-    follower = Follower(folder, Scorer)
+    follower = VersionFollower(folder, Scorer)
 
     async def talk(client):
         before = (await (await client.get("/health")).json())["artifact"]

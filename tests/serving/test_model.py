@@ -22,7 +22,7 @@ from jfi.models import AttentionPooling, SequenceDLRM
 from jfi.modules import JaggedEncoder, SequenceFeatureConfig, TimeBias
 from jfi.ops import jagged_attention
 from jfi.serving import artifact
-from jfi.serving.attention import Segments, attend
+from jfi.serving.attention import PackedUsers, attend
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import inputs_of, tables_of
 from jfi.serving.model import ScoringModel
@@ -298,10 +298,10 @@ def test_a_model_with_times_is_refused():
         ScoringModel(model, [])
 
 
-def segments(offsets: list[int], device: torch.device) -> Segments:
+def segments(offsets: list[int], device: torch.device) -> PackedUsers:
     lengths = torch.tensor(offsets).diff()
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return Segments(*(x.to(device) for x in (torch.tensor(offsets), owner, torch.arange(int(lengths.max())))))
+    return PackedUsers(*(x.to(device) for x in (torch.tensor(offsets), owner, torch.arange(int(lengths.max())))))
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

@@ -169,7 +169,7 @@ def test_rows_and_lists_are_counted_before_anything_is_made_of_them(monkeypatch)
         with pytest.raises(BadRequestError, match=f"at most 65536 lists and objects, got {MAX_PARTS + 1}$"):
             anything.read(body)
         assert len(anything.read(body.replace(brackets + b",", b"", 2))) == MAX_PARTS - 2
-    monkeypatch.setattr("jfi.serving.requests.Rows", None)
+    monkeypatch.setattr("jfi.serving.requests.TableColumns", None)
     schema = replace(SCHEMA, user_id="user")
     reader = RequestReader(schema, READ.limits, state=layout_of(schema, 4).info)
     for candidates, place in (([{}] * 4, ""), ({"item": [1] * 4}, ".item"), ({"item": [1], "tags": [[]] * 4}, ".tags")):

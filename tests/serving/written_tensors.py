@@ -29,7 +29,7 @@ from jfi.kernels.jagged_attention import triton_fwd
 from jfi.kernels.plan import A100, Device, plan_jagged_attention, plan_target_attention
 from jfi.kernels.target_attention import execute
 from jfi.ops import _visibility, dispatch
-from jfi.serving.attention import Segments, attend
+from jfi.serving.attention import PackedUsers, attend
 from jfi.serving.own_module import _forms, operators_of
 from jfi.utils.operands import JaggedAttentionInputs, TargetAttentionInputs
 
@@ -105,7 +105,7 @@ def always(query: torch.Tensor, impl: str) -> bool:
 
 class Encoding(torch.nn.Module):
     def forward(self, x: torch.Tensor, offsets: torch.Tensor, position_bias: torch.Tensor) -> torch.Tensor:
-        events = Segments(offsets, None, None)
+        events = PackedUsers(offsets, None, None)
         return attend(x, x, x, queries=events, keys=events, causal=True, position_bias=position_bias, impl="triton")
 
 

@@ -42,7 +42,7 @@ from jfi.serving.scorer import Scorer
 from jfi.serving.server.admission import Admission, Bodies, Connections, OverloadedError, Pace, Runner
 from jfi.serving.server.batcher import DeadlineExceededError
 from jfi.serving.server.events import EventWriter, json_response, state_routes
-from jfi.serving.server.follow import Follower
+from jfi.serving.server.follow import VersionFollower
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.server.tokens import Tokens
@@ -84,7 +84,7 @@ def make_app(
     body_seconds: float = 10.0,
     pace: float = 200.0,
     deadline: float = 5.0,
-    follower: Follower | None = None,
+    follower: VersionFollower | None = None,
     tasks: Sequence[Task] = (),
     feed: Path | None = None,
     log: Callable[[Callable[[str, int], None]], RequestLog] | None = None,

@@ -15,7 +15,7 @@ POLL_SECONDS = 0.2
 _log = logging.getLogger("jfi.serving")
 
 
-class Follower:
+class VersionFollower:
     """Keeps a server at the newest version of a folder.
 
     Args:
