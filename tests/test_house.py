@@ -16,7 +16,7 @@ BUDGET = {
     "distributed": 2201,
     "events": 2234,
     "follow": 1624,
-    "history_policies": 1690,
+    "history_policies": 1603,
     "kernels": 6752,
     "models": 856,
     "modules": 2531,

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jfi.history_policies.device import (
-    find_cells,
-    first_seen,
-    select_on_device,
-    take,
-)
+from jfi.history_policies.device import find_cells, select_on_device, take
 from jfi.history_policies.policy import Policy
 from jfi.history_policies.select import CellTables, Selected
-from jfi.utils.jagged import Timelines
 
 
 class PolicyModule(nn.Module):
@@ -125,65 +119,21 @@ class PolicyModule(nn.Module):
             ValueError: keys that are missing or not aligned, arguments of another number of events or samples.
         """
         cells = self.cells(*check_events(features, self.keys, surface, dwell))
-        return self._shorten(features, cells, segments, None)[0]
-
-    def timelines(
-        self, features: KeyedJaggedTensor, surface: Tensor, dwell: Tensor, segments: Tensor, timelines: Timelines
-    ) -> tuple[KeyedJaggedTensor, Timelines]:
-        """The same for a batch by user, whose U timelines are the first histories of `features`.
-
-        The rows of a timeline share its events. Beside those whose cells are kept, the events stay that are among the
-        newest of any row. Those of an earlier row are older than every later one, so no row sees more of its future. A
-        cap counts back from the first row that sees an event. `timelines.max_events` counts the events that stay.
-
-        Args:
-            features, surface, dwell: as in `forward`.
-            segments: `[U]`, of each timeline: that of its first row, which knows the least.
-            timelines: of the batch.
-
-        Returns:
-            The batch and its timelines with the events that stay.
-
-        Raises:
-            ValueError: as in `forward`, or a module with a capacity.
-        """
-        if self.capacity is not None:
-            raise ValueError(f"capacity must be None for timelines, got {self.capacity}")
-        cells = self.cells(*check_events(features, self.keys, surface, dwell))
-        if timelines.event_times.size(0) != cells.size(0):
-            raise ValueError(f"timelines must have {cells.size(0)} event_times, got {timelines.event_times.size(0)}")
-        if segments.shape != (timelines.count,):
-            raise ValueError(f"segments must be [{timelines.count}], the timelines, got {list(segments.shape)}")
-        found, selected = self._shorten(features, cells, segments, timelines)
-        if selected is None:
-            return features, timelines
-        event_times = timelines.event_times[selected.rows]
-        return found, Timelines(timelines.row_offsets, timelines.target_times, event_times, timelines.max_events)
-
-    def _shorten(
-        self, features: KeyedJaggedTensor, cells: Tensor, segments: Tensor, timelines: Timelines | None
-    ) -> tuple[KeyedJaggedTensor, Selected | None]:
         stride = features.stride()
-        if timelines is None and segments.shape != (stride,):
+        if segments.shape != (stride,):
             raise ValueError(f"segments must be [{stride}], the samples, got {list(segments.shape)}")
         index = features.keys().index(self.keys[0])
         lengths = features.lengths().view(len(features.keys()), stride)[index]
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        seen_by = None
-        if timelines is not None:
-            of_timelines = offsets[: timelines.count + 1]
-            seen_by = first_seen(of_timelines, timelines.event_times, timelines.row_offsets, timelines.target_times)
-            segments = torch.nn.functional.pad(segments, (0, stride - timelines.count))
         if cells.device.type == "cpu" and self.capacity is None:
-            events = cells.numpy(), segments[:stride].numpy(), offsets.diff().numpy()
-            self.policy.check_packed(*events)
+            self.policy.check_packed(cells.numpy(), segments.numpy(), lengths.numpy())
         if self.policy.keeps_all and self.capacity is None:
-            return features, None
+            return features
         tables = CellTables(self._keep, self._weight, self._cap, self.policy.newest)
-        selected = select_on_device(tables, cells, segments, offsets, seen_by, self.capacity)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        selected = select_on_device(tables, cells, segments, offsets, self.capacity)
         if selected.left_out is not None:
             self.left_out += selected.left_out
-        return shorten(features, self.keys, selected), selected
+        return shorten(features, self.keys, selected)
 
 
 def check_events(

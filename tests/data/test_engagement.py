@@ -1,6 +1,7 @@
 """Dwell, surface and session of events, and the policy that chooses among the events of a history by them."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from jfi.data.batches.order import timeline_ranges
 from jfi.data.prepared.event_logs import training_log
 from jfi.data.prepared.prepare import prepare_dataset
 from jfi.history_policies import EventLog, Policy, fit
-from jfi.history_policies.device import first_seen, select_on_device
 from jfi.history_policies.select import CellTables
 from jfi.utils.jagged import ranges
 
@@ -203,6 +203,21 @@ def test_a_timeline_keeps_what_any_of_its_samples_keeps_newest_and_the_first_dec
     assert sum(lengths) < len(events) and cells.max() > 0
 
 
+def stays_of_timeline(
+    tables: CellTables, cells: np.ndarray, times: np.ndarray, seen_at: np.ndarray, segment: int
+) -> list[int]:
+    """The events of a timeline that stay; each counts back from the end of what the first row sees that sees it."""
+    stay, ends = [], []
+    for place, cell in enumerate(cells):
+        later = seen_at[seen_at > times[place]]
+        ends.append(int(times.searchsorted(later[0])) if len(later) else len(times))
+        if tables.keep[segment, cell] or ends[place] - place <= tables.newest:
+            stay.append(place)
+    if tables.cap is not None:
+        stay = [one for one in stay if sum(one <= other < ends[one] for other in stay) <= tables.cap[segment]]
+    return stay
+
+
 @pytest.mark.parametrize("history", [None, "buys == 0 or seconds > 5"])
 @pytest.mark.parametrize(
     "options",
@@ -234,17 +249,20 @@ def test_timelines_are_those_of_a_look_at_all_of_their_events(config, tmp_path, 
             seen = np.arange(first, first + length) if events.rows is None else events.rows[first : first + length]
             parts = (one[seen] for one in (log.user, log.time, log.surface, log.dwell))
             segments.append(segments_of(policy, EventLog(*parts, log.surfaces))[1][0] if length else 0)
-        of = torch.from_numpy(np.append(0, np.cumsum(lengths)))
-        times = (torch.from_numpy(one) for one in (events.time[history_rows], offsets, events.time[rows]))
-        seen_by = first_seen(of, *times)
-        packed = torch.from_numpy(cells[history_rows]), torch.tensor(segments)
-        arrays = (None if one is None else torch.from_numpy(one) for one in policy.tables[:3])
-        wanted = select_on_device(CellTables(*arrays, policy.tables.newest), *packed, of, seen_by)
+        seen_at = [events.time[rows[begin:end]] for begin, end in pairwise(offsets)]
+        wanted = [
+            stays_of_timeline(policy.tables, cells[own], events.time[own], at, segment)
+            for own, at, segment in zip(np.split(history_rows, np.cumsum(lengths)[:-1]), seen_at, segments, strict=True)
+        ]
         found = dataset.chooser.timelines(rows, offsets)
-        assert np.array_equal(found.events, history_rows[wanted.rows.numpy()])
-        assert np.array_equal(found.lengths, wanted.lengths.numpy())
-        assert (found.weights is None) == (wanted.weights is None)
-        assert found.weights is None or np.array_equal(found.weights, wanted.weights.numpy())
+        begins = np.cumsum(lengths) - lengths
+        stay = np.concatenate([begin + np.array(own, int) for begin, own in zip(begins, wanted, strict=True)])
+        assert np.array_equal(found.events, history_rows[stay])
+        assert found.lengths.tolist() == list(map(len, wanted))
+        weight = policy.tables.weight
+        assert (found.weights is None) == (weight is None)
+        of_events = np.repeat(segments, lengths), cells[history_rows]
+        assert found.weights is None or np.array_equal(found.weights, weight[of_events][stay])
         kept, total = kept + len(found.events), total + len(history_rows)
     assert order.num_batches > 2
     assert kept < total or options["newest"] == 1

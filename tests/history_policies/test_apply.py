@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history_policies import EventLog, Policy, PolicyModule, fit
-from jfi.history_policies.device import find_cells, first_seen, select_on_device
+from jfi.history_policies.device import find_cells, select_on_device
 from jfi.history_policies.select import CellTables
-from jfi.utils.jagged import Timelines
 
 HISTORY = ["history_item", "history_rating"]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -274,90 +273,6 @@ def test_conversions_are_an_input_of_fitting_alone():
         assert not any("conver" in name or "label" in name for name in names), function
 
 
-@settings(max_examples=80)
-@given(
-    policy=POLICIES,
-    timelines=st.lists(
-        st.tuples(
-            st.integers(0, 1),
-            st.lists(st.tuples(st.integers(0, 9), st.tuples(st.integers(-1, 2), DWELL)), max_size=10),
-            st.lists(st.integers(0, 10), min_size=1, max_size=4),
-        ),
-        min_size=1,
-        max_size=4,
-    ),
-)
-def test_a_timeline_keeps_what_its_rows_keep_and_no_row_sees_its_future(policy, timelines):
-    timelines = [(s, sorted(events, key=lambda e: e[0]), sorted(rows)) for s, events, rows in timelines]
-    surface, dwell, segments, lengths = packed([(s, [e for _, e in events]) for s, events, _ in timelines])
-    samples = sum(len(rows) for _, _, rows in timelines)
-    features = batch(np.append(lengths, np.zeros(samples - len(lengths), np.int64)))
-    event_times = torch.tensor([t for _, events, _ in timelines for t, _ in events], dtype=torch.float64)
-    target_times = torch.tensor([t for _, _, rows in timelines for t in rows], dtype=torch.float64)
-    row_offsets = torch.tensor([0, *np.cumsum([len(rows) for _, _, rows in timelines])])
-    given_times = Timelines(row_offsets, target_times, event_times, 7)
-    arguments = [torch.from_numpy(one) for one in (surface, dwell, segments)]
-    found, times = PolicyModule(policy, HISTORY).timelines(features, *arguments, given_times)
-    assert times.max_events == 7 and torch.equal(times.target_times, target_times)
-    begin = 0
-    kept = found[HISTORY[0]]
-    at = 0
-    for number, (segment, events, rows) in enumerate(timelines):
-        # A row keeps what the loop keeps of what it sees; later rows see that too.
-        cap, union, tables = policy.segment_reports[segment].cap, set(), set()
-        by_row = []
-        for time in rows:
-            seen = [e for t, e in events if t < time]
-            of_row = replace_caps(policy)
-            union |= {place for place, _ in loop_stays(of_row, segment, seen)}
-            by_row.append((time, len(seen)))
-        tables |= {place for place, _ in loop_stays(replace_caps(policy, 0), segment, [e for _, e in events])}
-        # What no row sees counts back from the timeline's end.
-        last = by_row[-1][1]
-        union |= {p for p, _ in loop_stays(replace_caps(policy), segment, [e for _, e in events]) if p >= last}
-        union |= tables
-        if cap is not None:
-            ends = {p: next((n for _, n in by_row if n > p), len(events)) for p in union}
-            union = {p for p in union if sum(p <= q < ends[p] for q in union) <= cap}
-        count = int(kept.lengths()[number])
-        values = kept.values()[at : at + count].tolist()
-        assert values == [features[HISTORY[0]].values()[begin + place].item() for place in sorted(union)]
-        assert times.event_times[at : at + count].tolist() == [events[place][0] for place in sorted(union)]
-        at, begin = at + count, begin + len(events)
-    assert at == len(times.event_times)
-
-    # A later row changes nothing of what the earlier ones see.
-    fewer = [(s, events, rows[:1]) for s, events, rows in timelines]
-    target = torch.tensor([rows[0] for _, _, rows in fewer], dtype=torch.float64)
-    alone = Timelines(torch.arange(len(fewer) + 1), target, event_times, 7)
-    first, first_times = PolicyModule(policy, HISTORY).timelines(batch(lengths), *arguments, alone)
-    values, offset = kept.values().tolist(), (samples - len(lengths))
-    for number, (_, _, rows) in enumerate(timelines):
-        ours, theirs = kept.offsets()[number : number + 2], first[HISTORY[0]].offsets()[number : number + 2]
-        of_ours, of_theirs = (
-            t[slice(*o.tolist())] for t, o in ((times.event_times, ours), (first_times.event_times, theirs))
-        )
-        seen = [v - offset for v, t in zip(values[slice(*ours.tolist())], of_ours.tolist(), strict=True) if t < rows[0]]
-        other = first[HISTORY[0]].values()[slice(*theirs.tolist())].tolist()
-        assert seen == [v for v, t in zip(other, of_theirs.tolist(), strict=True) if t < rows[0]]
-
-
-def replace_caps(policy: Policy, newest: int | None = None) -> Policy:
-    """The policy without caps, and with another `newest`."""
-    reports = tuple(replace(one, cap=None) for one in policy.segment_reports)
-    return replace(policy, segment_reports=reports, newest=policy.newest if newest is None else newest)
-
-
-def test_the_first_row_that_sees_an_event():
-    found = first_seen(
-        torch.tensor([0, 4, 6]),
-        torch.tensor([1, 2, 2, 9, 5, 6]),
-        torch.tensor([0, 2, 3]),
-        torch.tensor([2, 3, 6]),
-    )
-    assert found.tolist() == [1, 3, 3, 4, 5, 6]
-
-
 def module_call(policy: Policy, **changes: object) -> object:
     surface, dwell, segments, lengths = packed([(0, [(0, 1.0)] * 3), (1, [(1, 9.0)])])
     given = {"features": batch(lengths), "surface": surface, "dwell": dwell, "segments": segments, **changes}
@@ -473,8 +388,7 @@ def test_a_captured_module_gives_what_the_cpu_gives():
         assert torch.equal(result.weights().cpu(), expected.weights())
 
 
-@pytest.mark.parametrize("seen_by", [False, True])
-def test_a_capacity_reads_nothing_from_the_device(seen_by):
+def test_a_capacity_reads_nothing_from_the_device():
     """On fake tensors, which have no contents: a step that read one would raise."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -483,6 +397,5 @@ def test_a_capacity_reads_nothing_from_the_device(seen_by):
         arrays = (mode.from_tensor(torch.from_numpy(x)) for x in tables[:3])
         tables = CellTables(*arrays, tables.newest)
         cells, segments = torch.empty(20, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
-        offsets, places = torch.empty(4, dtype=torch.int64), torch.empty(20, dtype=torch.int64)
-        found = select_on_device(tables, cells, segments, offsets, places if seen_by else None, capacity=16)
+        found = select_on_device(tables, cells, segments, torch.empty(4, dtype=torch.int64), capacity=16)
         assert found.rows.shape == (16,) and found.weights.shape == (16,) and found.lengths.shape == (3,)
