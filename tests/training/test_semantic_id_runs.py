@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import commands
@@ -31,6 +32,9 @@ from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
 from jfi.serving.scorer import Scorer, batch_inputs
 from jfi.serving.tables import FloatTables
+from jfi.state.load import fill
+from jfi.state.state import UserState, read_layout
+from jfi.state.stores import open_store
 from jfi.training import Config, ConfigError, resume, train
 from jfi.training.config_parser import load_config, save_config
 from jfi.training.model.build_model import build_model
@@ -468,6 +472,29 @@ def test_requests_give_the_scores_of_predict(folder, tmp_path, model):
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     exported = torch.export.export(scoring, arguments)
     torch.testing.assert_close(exported.module()(*arguments), torch.from_numpy(found))
+
+
+def test_a_request_by_ids_has_the_semantic_ids_of_the_state(folder, tmp_path):
+    """So have the events of the state; a request that gives the codec's IDs itself reads the same."""
+    run = jfi.load_run(folder / "run")
+    schema = schema_of(run.config.data, run.schema, True, True)
+    with closing(open_store(str(tmp_path), create=True)) as store:
+        fill(store, schema, run.config.data, run.schema, None)
+        reader = RequestReader(schema, Limits(20, 12), state=read_layout(store).info)
+        state = UserState(store, reader)
+        rows = {one[1]: one for one in map(row, range(300))}
+        known = dict(
+            zip(*(pq.read_table(folder / "sids.parquet")[name].to_pylist() for name in ("item_id", "sid")), strict=True)
+        )
+        by_id = {"user": "u1", "candidates": [*rows], "context": {"price": 1}, "time": 20_000}
+        own = [{"item_id": item, "genre": rows[item][4], "sid": known.get(item)} for item in rows]
+        carried = by_id | {"user": {"user_id": "u1"}, "candidates": own, "codec": run.schema.codec.fingerprint}
+        (one,), (other,) = state.fill([reader(by_id)]), state.fill([reader(carried)])
+        assert one.ids["item_sid"].tolist() == [known.get(item, UNKNOWN_SID) for item in rows]
+        for name, ids in other.ids.items():
+            np.testing.assert_array_equal(one.ids[name], ids, name)
+        newest = [one for one in map(row, range(300)) if one[0] == "u1"][-12:]
+        assert one.ids["history_sid"].tolist() == [known.get(event[1], UNKNOWN_SID) for event in newest]
 
 
 @pytest.mark.slow  # compiling takes half a minute
