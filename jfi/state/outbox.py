@@ -163,7 +163,8 @@ class PartWriter:
                 self._since = None
             elif self._since is None:
                 self._since = self._clock()
-            while self.waiting >= self._rows or (self.waiting and self._clock() - self._since >= self._seconds):
+            # Rows that come meanwhile may be written too, which makes it negative.
+            while self.waiting > 0 and (self.waiting >= self._rows or self._clock() - self._since >= self._seconds):
                 self._write(position)
                 self.waiting, self._since = position - self._next, self._clock()
             self._delete()
@@ -263,7 +264,8 @@ class PartWriter:
             if end == after and end - self._next >= self._rows:
                 break
         if not tables:  # a server without --log has accepted rows meanwhile
-            self._at = min((_position(key) for key, _ in self._store.scan(_OUTBOX)), default=position)
+            found = (_position(key) for key, _ in self._store.scan(_OUTBOX))
+            self._at = min((key for key in found if key >= self._next), default=position)
             return self._skip_gap()
         bodies = [[count for _, count in own] for _, own in groupby(counts, key=lambda one: one[0])]
         made = pa.concat_tables(tables, promote_options="permissive")

@@ -272,6 +272,26 @@ def test_processes_with_the_same_folder_do_not_both_write(logged, log, new_store
 
 
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_rows_that_come_while_a_part_is_written_do_not_keep_the_writer_busy(logged, log, monkeypatch):
+    """The part has rows of later positions than the one that was read before."""
+    replay, folder, writer_of = logged
+    sent(replay, log[:20])
+    writer, write, calls = writer_of(seconds=0.0), PartWriter._write, []
+
+    def adding(self, position):
+        calls.append(position)
+        assert len(calls) < 5
+        sent(replay, log[20:40] if len(calls) == 1 else [])
+        write(self, position)
+
+    monkeypatch.setattr(PartWriter, "_write", adding)
+    failures = []
+    writer.failed = lambda: failures.append(1)
+    writer.step()
+    assert (calls, failures) == ([20], []) and rows_of(folder) == list(range(40))
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
 def test_a_column_of_another_type_begins_another_part(logged, log):
     """A label that is a number in one body and a text in the next, and dates after numbers."""
     replay, folder, writer_of = logged
