@@ -148,21 +148,21 @@ class RequestLog:
         is_last = has_failed = False
         while not is_last:
             is_last = self._is_closing.wait(_GATHER)
-            with self._lock:
-                taken, self._waiting, self._bytes = self._waiting, [], 0
-            for begin in range(0, len(taken), 64):
-                part = taken[begin : begin + 64]
-                with self._writing:
+            with self._writing:  # until all that is taken is written: `remove_user` finds it in no other place
+                with self._lock:
+                    taken, self._waiting, self._bytes = self._waiting, [], 0
+                for begin in range(0, len(taken), 64):
+                    part = taken[begin : begin + 64]
                     try:
                         self._write(b"".join(map(_line, part)))
                         fault = None
                     except Exception as error:  # the thread goes on, whatever it is
                         self._close_file()  # which may end in a part of a line
                         fault = error
-                self._count("written" if fault is None else "dropped", len(part))
-                if fault is not None and not has_failed:
-                    _log.warning("requests are dropped from the log %s: %s", self._folder, fault)
-                has_failed = fault is not None
+                    self._count("written" if fault is None else "dropped", len(part))
+                    if fault is not None and not has_failed:
+                        _log.warning("requests are dropped from the log %s: %s", self._folder, fault)
+                    has_failed = fault is not None
         self._close_file()
 
     def remove_user(self, user: str, user_id: str | None) -> int:

@@ -170,7 +170,8 @@ def make_app(
     paths |= {"schema": _schema, "metrics": _show_metrics}
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
-        routes += state_routes(lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed)
+        own = lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed, lambda: app[_LOG]
+        routes += state_routes(*own)
     app.add_routes(routes)
     return app
 

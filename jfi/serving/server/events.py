@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from jfi.serving.request_log import RequestLog
 from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
@@ -140,7 +141,8 @@ def state_routes(
     admission: Admission,
     bodies: Bodies,
     deadline: float,
-    feed: Path | None = None,
+    feed: Path | None,
+    log: Callable[[], RequestLog | None],
 ) -> list[web.RouteDef]:
     """Returns the routes of a server with a state of users.
 
@@ -150,6 +152,7 @@ def state_routes(
         admission, bodies: those of the server's other requests.
         deadline: seconds that a body may wait until it is read.
         feed: folder that the state is fed from, or None; with one, bodies of events are refused.
+        log: gives the log of requests, or None; users are removed from it too.
     """
 
     async def add(request: web.Request) -> web.Response:
@@ -179,7 +182,11 @@ def state_routes(
     async def delete(of: Entity, request: web.Request) -> web.Response:
         name = _name(of, request)
         with admission:
-            return json_response({"deleted": await writer().change(lambda state: state.delete(of, name))})
+            found = await writer().change(lambda state: state.delete(of, name))
+            if of == "user" and (requests := log()) is not None:
+                user_id = live().now.scorer.reader.schema.user_id
+                found |= await asyncio.to_thread(requests.remove_user, name, user_id) > 0
+            return json_response({"deleted": found})
 
     async def schema(_: web.Request) -> web.Response:
         return web.json_response(live().now.scorer.events.json_schema())

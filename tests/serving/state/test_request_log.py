@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -105,6 +106,31 @@ def test_a_user_is_removed_while_requests_are_logged(scorer, request_body, tmp_p
     log.close()
     assert [line.id for line in read_lines(tmp_path)] == [*[f"r{number}" for number in range(0, 100, 2)], "later"]
     assert b"u1" not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_lines_of_a_user_that_are_taken_and_not_yet_written_are_removed(scorer, request_body, tmp_path, monkeypatch):
+    monkeypatch.setattr(request_log, "_GATHER", 0.2)  # all lines are taken together
+    write, is_writing, go_on = RequestLog._write, threading.Event(), threading.Event()
+
+    def slow(self, content):
+        write(self, content)
+        is_writing.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(RequestLog, "_write", slow)
+    log, read = RequestLog(tmp_path, 1.0, 1 << 20, lambda *_: None), scorer.reader(request_body)
+    scorer.score([read])
+    for number in range(200):
+        log.add(f"r{number}", b'{"user": "u%d"}' % (number % 2), [1.0], read, scorer.reader)
+    assert is_writing.wait(60)
+    removing = threading.Thread(target=log.remove_user, args=("u1", "user"))
+    removing.start()
+    removing.join(0.3)
+    go_on.set()
+    removing.join(60)
+    log.add("later", b'{"user": "u2"}', [1.0], read, scorer.reader)
+    log.close()
+    assert [line.id for line in read_lines(tmp_path)] == [*[f"r{number}" for number in range(0, 200, 2)], "later"]
 
 
 def test_a_full_disk_drops_lines_and_no_request(stateful, logged, log, monkeypatch):
