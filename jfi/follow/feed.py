@@ -21,7 +21,7 @@ from jfi.follow.parts import PartFolder
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.validation import LONGEST_ID, BadRequestError
-from jfi.state.deletions import Deletion, info_of, keys_of_users, read_deletions, rows_that_count
+from jfi.state.deletions import Deletion, info_of, keys_of_users, read_deletions, rows_that_count, write_deletions
 from jfi.state.events import EventReader, Given, LogRows
 from jfi.state.layout import CURSOR, TIME, Column
 from jfi.state.outbox import Cursor
@@ -85,6 +85,7 @@ class Feed:
         if not state.store.hold("feed"):
             self._is_first = True
             return False
+        write_deletions(state.store, self._parts.folder)  # those of a server that was killed
         (found,) = state.store.get([CURSOR])
         with finding_damage("what it was fed last"):
             cursor = Cursor("", -1) if found is None else msgspec.json.decode(found, type=Cursor)

@@ -2,9 +2,11 @@
 
 A line has the BLAKE2b digest of a user's id, and the end of the parts that may have rows of theirs that do not count:
 for the parts of a server, whose names are positions, the position of the log at the deletion. Lines stay when the parts
-have been written anew: copies of these may be read, and states that have their rows.
+have been written anew: copies of these may be read, and states that have their rows. A state gets a line in the
+transaction that removes the user, and the list right after it, or once a server runs again.
 """
 
+import errno
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,11 +18,13 @@ import numpy as np
 from jfi.state.counters import StateCounters
 from jfi.state.layout import digest
 from jfi.state.retention import USER_KEYS
-from jfi.state.stores import finding_damage
+from jfi.state.stores import Store, finding_damage
 from jfi.utils.files import naming
 
 #: The name of the list in the folder of the parts; names with this begin are none of parts.
 LIST = "_deleted.jsonl"
+#: The key of a state's lines that the list still gets.
+DELETIONS = b"x"
 #: The key of the metadata of a server's part.
 METADATA = b"jfi"
 _POSITIONS = re.compile(r"([0-9]{20})-[0-9]{20}\.parquet")
@@ -69,8 +73,8 @@ def info_of(path: Path) -> PartInfo | None:
         return None if given is None else msgspec.json.decode(given, type=PartInfo)
 
 
-def add_deletion(folder: Path, user: str, position: int | None) -> None:
-    """Adds a line to the list of a folder, which is on the disk when this returns.
+def deletion_of(folder: Path, user: str, position: int | None) -> bytes:
+    """Returns the line of a deletion.
 
     Args:
         folder: of the parts.
@@ -79,10 +83,34 @@ def add_deletion(folder: Path, user: str, position: int | None) -> None:
     """
     before = f"{max((path.name for path in folder.glob('*.parquet')), default='')}~"
     line = Deletion(digest(user).hex(), before if position is None else f"{position:020d}")
-    with naming(folder / LIST), (folder / LIST).open("ab") as file:  # several processes may append
-        file.write(msgspec.json.encode(line) + b"\n")
-        file.flush()
+    return msgspec.json.encode(line) + b"\n"
+
+
+def append_deletions(folder: Path, lines: bytes) -> None:
+    """Appends lines to the list of a folder, which are on the disk when this returns.
+
+    Args:
+        folder: of the parts.
+        lines: of `deletion_of`.
+    """
+    with naming(folder / LIST), (folder / LIST).open("a+b", buffering=0) as file:  # several processes may append
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":  # a full disk has left a part of a line
+            lines = b"\n" + lines
+        if file.write(lines) < len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(file.fileno())
+
+
+def write_deletions(store: Store, folder: Path) -> None:
+    """Moves lines that a state has got with its deletions to the list of a folder.
+
+    After a kill between the two a line is in both places; a second one of it in the list changes nothing.
+    """
+    (lines,) = store.get([DELETIONS])
+    if lines is not None:
+        append_deletions(folder, lines)
+        store.update(lambda get: {DELETIONS: (get([DELETIONS])[0] or b"").removeprefix(lines) or None})
 
 
 def read_deletions(folder: Path) -> list[Deletion]:
@@ -96,7 +124,8 @@ def read_deletions(folder: Path) -> list[Deletion]:
     except FileNotFoundError:
         return []
     with finding_damage(f"the list of deleted users {folder / LIST}"):
-        return [msgspec.json.decode(line, type=Deletion) for line in content.splitlines()]
+        lines = (line for line in content.splitlines() if line.endswith(b"}"))  # others are parts of lines
+        return [msgspec.json.decode(line, type=Deletion) for line in lines]
 
 
 def users_without(deletions: Collection[Deletion], part: str) -> dict[bytes, float]:

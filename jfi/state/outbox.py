@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from jfi.state.columns import ColumnLayout, Entity, log_columns
-from jfi.state.deletions import METADATA, PartInfo, info_of, read_deletions, rows_left, users_without
+from jfi.state.deletions import METADATA, PartInfo, info_of, read_deletions, rows_left, users_without, write_deletions
 from jfi.state.events import Given, LogRows
 from jfi.state.layout import CURSOR, POSITION, EventLayout, integer
 from jfi.state.model_ids import Texts
@@ -154,6 +154,7 @@ class PartWriter:
 
     def _step(self) -> None:
         try:
+            write_deletions(self._store, self._folder)  # those of a server that was killed
             position = integer(self._store.get([POSITION])[0])
             if not self._is_writer(position):
                 self.waiting = position - _newest(self._folder)[1]

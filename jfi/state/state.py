@@ -13,7 +13,7 @@ from jfi.serving.requests import Request, RequestReader
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of, write_columns
 from jfi.state.counters import StateCounters, check_statistics
-from jfi.state.deletions import add_deletion
+from jfi.state.deletions import DELETIONS, deletion_of, write_deletions
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import LogRows
 from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, integer, user_key
@@ -257,19 +257,21 @@ class UserState:
                 pages = self.store.pages(self.counters.prefixes_of(name))
                 keys += [key for page in pages for key, _ in page]
 
-        position = None
+        parts = self.retention.parts if of == "user" else None
 
         def change(get: Get) -> Changes:
-            nonlocal position
-            info, own, *values = get([_INFO, POSITION, *keys])
+            info, position, lines, *values = get([_INFO, POSITION, DELETIONS, *keys])
             self._check_info(info)
-            position = integer(own) if self._is_logged else None
             found[:] = [value is not None for value in values]
-            return {key: None for key, is_there in zip(keys, found, strict=True) if is_there}
+            changes: Changes = {key: None for key, is_there in zip(keys, found, strict=True) if is_there}
+            if parts is not None:
+                line = deletion_of(parts, name, integer(position) if self._is_logged else None)
+                changes[DELETIONS] = (lines or b"") + line
+            return changes
 
         self.store.update(change)
-        if of == "user" and self.retention.parts is not None:
-            add_deletion(self.retention.parts, name, position)
+        if parts is not None:
+            write_deletions(self.store, parts)
         return any(found)
 
     def expire(self) -> Iterator[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from jfi.data import DataError
 from jfi.follow.start import follow
-from jfi.state.deletions import LIST, add_deletion
+from jfi.state.deletions import LIST, append_deletions, deletion_of
 from jfi.state.layout import digest
 from jfi.state.state import read_layout
 from jfi.state.stores import LmdbStore
@@ -47,11 +47,11 @@ def test_a_run_forgets_users_as_the_list_grows_and_takes_parts_that_were_written
         (folder / f"part-{number:04d}.parquet").rename(tmp_path / f"{number}")
     assert follow(run, folder, until_idle=True) == 2
     assert len(state(run)[0]) > 2 and state(run)[1]
-    add_deletion(folder, USER, None)
+    append_deletions(folder, deletion_of(folder, USER, None))
     for number in (0, 1):  # by whoever owns them
         write(folder / f"part-{number:04d}.parquet", without(parts[number]))
     assert follow(run, folder, until_idle=True) == 0  # it is not refused that they were changed
-    add_deletion(folder, "nobody", None)
+    append_deletions(folder, deletion_of(folder, "nobody", None))
     for number in (2, 3):
         (tmp_path / f"{number}").rename(folder / f"part-{number:04d}.parquet")
     assert follow(run, folder, until_idle=True) == 2
@@ -84,7 +84,7 @@ def test_a_part_that_was_changed_without_a_deletion_is_refused_still(rows, count
     write(folder / "part-0000.parquet", without(parts[0]))
     with pytest.raises(DataError, match="was changed after it was trained on"):
         follow(run, folder, until_idle=True)
-    add_deletion(folder, USER, None)
+    append_deletions(folder, deletion_of(folder, USER, None))
     assert follow(run, folder, until_idle=True) == 0
 
 
@@ -94,7 +94,7 @@ def test_a_part_that_is_refused_leaves_the_deletion_for_the_next_one(rows, count
     (folder / "part-0002.parquet").rename(tmp_path / "2")
     (folder / "part-0001.parquet").write_bytes(b"no part")
     assert follow(run, folder, until_idle=True, refused_to=tmp_path / "refused") == 1
-    add_deletion(folder, USER, None)
+    append_deletions(folder, deletion_of(folder, USER, None))
     bad = [row | {"tags": None, "rating": 77} for row in parts[1]]
     write(folder / "part-0001.parquet", [{**row, "timestamp": 1e12} for row in bad])
     assert follow(run, folder, until_idle=True, refused_to=tmp_path / "refused") == 0

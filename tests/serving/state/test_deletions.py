@@ -1,9 +1,12 @@
 """Users who are deleted from a log of parts and from a state: which rows and which bytes are left."""
 
+import asyncio
+import json
 import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +15,19 @@ import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("lmdb")
+pytest.importorskip("aiohttp")
 
 from jfi.follow.feed import Feed
+from jfi.serving.request_log import RequestLog, read_lines
+from jfi.serving.scorer import Scorer, StateSettings
+from jfi.serving.server.events import write_parts
+from jfi.state import deletions
 from jfi.state.deletions import (
+    DELETIONS,
     LIST,
     Deletion,
-    add_deletion,
+    append_deletions,
+    deletion_of,
     info_of,
     keys_of_users,
     read_deletions,
@@ -30,6 +40,8 @@ from jfi.state.retention import Retention
 from jfi.state.state import UserState
 from jfi.state.stores import LmdbStore, StateError
 
+from ..test_server import serve
+from .conftest import EVENT, NOW, added, answer, request
 from .test_state_statistics import CASES, KINDS, Replay, log  # noqa: F401
 
 
@@ -61,13 +73,22 @@ def test_which_rows_of_a_part_do_not_count():
 def test_lines_of_several_processes_are_all_kept_and_a_damaged_list_is_named(tmp_path):
     assert read_deletions(tmp_path) == []
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda number: add_deletion(tmp_path, f"u{number}", number), range(200)))
+        list(
+            threads.map(
+                lambda number: append_deletions(tmp_path, deletion_of(tmp_path, f"u{number}", number)), range(200)
+            )
+        )
     found = read_deletions(tmp_path)
     assert {(one.user, one.before) for one in found} == {(digest(f"u{n}").hex(), f"{n:020d}") for n in range(200)}
     (tmp_path / "b.parquet").touch()
     (tmp_path / "a.parquet").touch()
-    add_deletion(tmp_path, "v", None)
+    append_deletions(tmp_path, deletion_of(tmp_path, "v", None))
     assert read_deletions(tmp_path)[-1] == Deletion(digest("v").hex(), "b.parquet~")
+    with (tmp_path / LIST).open("ab") as file:
+        file.write(b'{"user": "00')  # of a full disk
+    assert len(read_deletions(tmp_path)) == 201
+    append_deletions(tmp_path, deletion_of(tmp_path, "w", 3))
+    assert read_deletions(tmp_path)[-1].user == digest("w").hex() and len(read_deletions(tmp_path)) == 202
     (tmp_path / LIST).write_text('{"user": "00"}\n')
     with pytest.raises(StateError, match=f"the list of deleted users .*{LIST}: .*before"):
         read_deletions(tmp_path)
@@ -140,7 +161,7 @@ def test_a_state_that_is_fed_removes_users_as_the_list_grows(log, tmp_path, new_
     for number in range(3):
         write(number, log[number * 100 : number * 100 + 100])
     step(*early)
-    add_deletion(parts, "u3", None)
+    append_deletions(parts, deletion_of(parts, "u3", None))
     write(3, log[300:400])
     step(*early)
     step(*late)
@@ -153,6 +174,60 @@ def test_a_state_that_is_fed_removes_users_as_the_list_grows(log, tmp_path, new_
     assert ids(late[0]) == ids(never[0])
     counters = [{k: v for k, v in one.state.store.scan(b"k") if digest("u3") in k} for one, _ in states]
     assert counters[0].keys() == counters[1].keys() == counters[2].keys() and counters[1] == counters[2]
+
+
+def test_a_user_who_is_deleted_over_http_is_in_no_file_of_the_server(exported, store, tmp_path):
+    """State, log and log of requests, where the user has rows in a part, rows that wait, and requests."""
+    (parts := tmp_path / "parts").mkdir()
+    scorer = Scorer(exported.path, state=StateSettings(store, retention=Retention(parts=parts), is_logged=True))
+    writer = PartWriter(store, scorer.state.layout, parts, rows=4)
+    names = ["the-deleted-one", "another-one"]
+    rows = [EVENT | {"user": names[n % 2], "event_id": n, "time": NOW + n} for n in range(6)]
+
+    async def talk(client):
+        await added(client, *rows[:4])
+        while not [*parts.glob("0*")]:
+            await asyncio.sleep(0.02)
+        await added(client, *rows[4:])
+        for name in names * 3:
+            assert (await client.post("/score", json=request(name))).status == 200
+        while len(b"".join(path.read_bytes() for path in (tmp_path / "requests").iterdir()).splitlines()) < 4:
+            await asyncio.sleep(0.02)
+        deleted = [await answer(await client.delete(f"/users/{names[0]}")) for _ in range(2)]
+        assert deleted == [(200, {"deleted": True}), (200, {"deleted": False})]
+
+    requests = partial(RequestLog, tmp_path / "requests", 1.0, 1 << 20)
+    serve(scorer, talk, log=requests, tasks=[partial(write_parts, writer)])
+    files = [path for folder in ("parts", "requests") for path in (tmp_path / folder).iterdir()]
+    assert not any(names[0].encode() in path.read_bytes() for path in files)
+    assert table(parts)["user"].to_pylist() == [names[1]] * 3
+    assert [json.loads(bytes(line.request))["user"] for line in read_lines(tmp_path / "requests")] == [names[1]] * 3
+    assert not any(names[0].encode() in key for key, _ in store.scan(b""))
+
+
+@pytest.mark.parametrize("step", ["before the line", "before its removal from the state"])
+def test_a_kill_within_a_deletion_leaves_the_user_nowhere_after_a_restart(log, tmp_path, new_store, monkeypatch, step):  # noqa: F811
+    replay, writer, parts = logged(log, tmp_path, new_store())
+    replay.state.add([replay.events(replay.body(log[:100]))])
+    writer.flush()
+    replay.state.add([replay.events(replay.body(log[100:150]))])  # rows that wait for a part
+    assert "u3" in table(parts)["user_id"].to_pylist()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if step == "before the line":
+            patch.setattr(deletions, "append_deletions", killed)
+        else:
+            patch.setattr(deletions.os, "fsync", killed)
+        replay.state.delete("user", "u3")
+    writer.close()
+    PartWriter(replay.state.store, replay.state.layout, parts).flush()
+    left = [row["user_id"] for row in log[:150] if row["user_id"] != "u3"]
+    assert table(parts)["user_id"].to_pylist() == left and not ids(replay)
+    assert {one.user for one in read_deletions(parts)} == {digest("u3").hex()}
+    assert not list(replay.state.store.scan(DELETIONS))
 
 
 def test_the_keys_of_users_are_found_by_digests(log, tmp_path, new_store):  # noqa: F811
