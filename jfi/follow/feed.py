@@ -16,17 +16,18 @@ from jfi.data import DataConfig, DataError
 from jfi.data.io.arrays import is_list
 from jfi.data.io.blocks import DROP, read_table
 from jfi.data.io.table import SourceRows
-from jfi.data.prepared.summary import date_of
 from jfi.follow.parts import PartFolder
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.validation import LONGEST_ID, BadRequestError
 from jfi.state.deletions import Deletion, info_of, keys_of_users, read_deletions, rows_that_count
-from jfi.state.events import EventReader, Given, LogRows
+from jfi.state.events import EventReader
 from jfi.state.layout import CURSOR, TIME, Column
 from jfi.state.outbox import Cursor
 from jfi.state.state import Added, UserState
 from jfi.state.stores import finding_damage
+from jfi.state.table_rows import read_times
+from jfi.state.user_rows import Given, LogRows
 
 #: Rows that are added together; so are rows of one time, and those of a transaction of the server that accepted them.
 _AT_ONCE = 5000
@@ -189,10 +190,7 @@ def _read(path: Path, events: EventReader) -> LogRows:
     users, _ = (table.ids(name, DROP).to_pylist() for name in (log.user, log.item))
     if (longest := max((len(one.encode()) for one in users), default=0)) > LONGEST_ID:
         raise DataError(f"{path}: '{log.user}' has an id of {longest} bytes, and a state's have at most {LONGEST_ID}")
-    seconds = table.times(log.time, log.unit)
-    if (ahead := events.ahead(seconds)).any():
-        row = int(ahead.argmax())
-        raise table.fault(row, f"'{log.time}' is {date_of(seconds[row]) or seconds[row]}, which is in the future")
+    seconds = read_times(table, log, events.clock)
     columns = {name: _values(table, one, log.separators) for name, one in needed.items() if name in table.known}
     for name in events.required:
         table.require(name)

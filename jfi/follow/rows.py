@@ -22,11 +22,10 @@ from jfi.state.arrow import as_arrow
 from jfi.state.columns import ColumnLayout, complete
 from jfi.state.deletions import info_of, rows_that_count
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.events import LogRows
 from jfi.state.layout import TIME
 from jfi.state.table_rows import ANY
 from jfi.state.tables import write_first_rows
-from jfi.state.user_rows import Chosen, UserRows
+from jfi.state.user_rows import Chosen, LogRows, UserRows
 
 #: The column that tells whether a row is an event of histories.
 _IN_HISTORY = "jfi: in history"

@@ -24,7 +24,7 @@ from jfi.state.dictionaries import Cache
 from jfi.state.load import fill, layout_of_run
 from jfi.state.state import read_layout
 from jfi.state.stores import Changes, Get, LmdbStore, StateError, Store
-from jfi.state.table_rows import ANY, TableReader
+from jfi.state.table_rows import ANY, TableReader, read_times
 from jfi.state.tables import read_semantic_ids
 from jfi.training import ConfigError
 from jfi.utils.files import writing_folder
@@ -175,7 +175,7 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
             with writing_folder(folder) as unfinished, closing(LmdbStore(unfinished, create=True)) as store:
                 reader, newest, types = TableReader(settings, schema, layout), -np.inf, {}
                 for table in open_tables(config).blocks():
-                    newest = max(newest, float(np.max(reader.times(table), initial=-np.inf)))
+                    newest = max(newest, float(np.max(read_times(table, layout.log), initial=-np.inf)))
                     for name, what in reader.contents(table).items():
                         types[name] = what if types.get(name, what) == what else ANY
                 fill(store, requests, config, schema, None, reads_labels=True)

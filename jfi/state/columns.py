@@ -16,11 +16,12 @@ import numpy as np
 from jfi.serving.schema import Field
 from jfi.serving.validation import LONGEST_ID, BadRequestError, BodyType, fields_of, object_type
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import COLUMN_TYPES, Given, LogRows, values_of
+from jfi.state.events import COLUMN_TYPES, values_of
 from jfi.state.layout import DTYPES, Column, EventLayout, StateInfo
 from jfi.state.lookups import Encoded
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
 from jfi.state.stores import Changes, Get, Updated, finding_damage
+from jfi.state.user_rows import Given, LogRows
 from jfi.utils.encoding import standardize
 from jfi.utils.jagged import first_values
 

@@ -15,14 +15,13 @@ from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of
 from jfi.state.counters import StateCounters, check_statistics
 from jfi.state.deletions import add_deletion
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import LogRows
 from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, integer, user_key
 from jfi.state.lookups import Encoded, Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.outbox import entry
 from jfi.state.retention import KEEP_ALL, USER_KEYS, Quota, Retention, expire, newer
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
-from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
+from jfi.state.user_rows import MAX_LATE, Chosen, LogRows, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
 _INFO = b"m"

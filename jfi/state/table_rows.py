@@ -1,6 +1,7 @@
 """Reads tables with rows of a log, as training reads them, into rows of a state."""
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +16,10 @@ from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.prepared.summary import date_of
 from jfi.data.schema.columns import CodedColumn
 from jfi.data.schema.rules import only_column, parse_rule, read_labels
-from jfi.state.events import LogRows
-from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of
+from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, Log, hashes, ids_of
+from jfi.state.user_rows import TOO_FAR_AHEAD, LogRows, is_ahead
 from jfi.utils.jagged import first_values
 
-#: Seconds that a row may be ahead of the clock of this machine.
-_MAX_AHEAD = 3600.0
 #: What a column holds that has no type of its own, see `TableReader.contents`.
 ANY = ""
 
@@ -56,7 +55,7 @@ class TableReader:
             table.require(name)
         users, items = (table.ids(name, DROP) for name in (config.user, config.item))
         records = np.zeros(count, self._layout.dtype)
-        records[TIME] = self.times(table)
+        records[TIME] = read_times(table, log)
         in_history, labels = np.ones(count, bool), np.ones(count, np.float32)
         if config.history is not None:
             in_history = parse_rule(config.history).holds(table) == 1
@@ -84,21 +83,6 @@ class TableReader:
             sessions = hashes(table.strings(settings.session).to_pylist())
         place = lambda row, name: f"{table.location(row)}: '{name}'"  # noqa: E731
         return LogRows(users.to_pylist(), records, texts, lacking, labels, in_history, sessions, place)
-
-    def times(self, table: SourceRows) -> np.ndarray:
-        """Returns the times `[N]` float64 of rows, in seconds.
-
-        Raises:
-            DataError: one is malformed or of the future.
-        """
-        config = self._config
-        times = table.times(config.timestamp, config.timestamp_unit)
-        ahead = times > time.time() + _MAX_AHEAD
-        if ahead.any():
-            row = int(ahead.argmax())
-            what = f"is {date_of(times[row]) or f'{times[row]} s after 1970'}, which is in the future"
-            raise table.fault(row, f"'{config.timestamp}' {what}")
-        return times
 
     def _texts(self, table: SourceRows, column: Column) -> list[str | None]:
         """The texts `[N]` of a column, of lists the first ones `[N * size]`."""
@@ -137,6 +121,20 @@ class TableReader:
                 is_number = name in self._labels and pa.types.is_boolean(column.type)
                 found[name] = ANY if is_untyped else _content(pa.int8() if is_number else column.type)
         return found
+
+
+def read_times(table: SourceRows, log: Log, clock: Callable[[], float] = time.time) -> np.ndarray:
+    """Returns the times `[N]` float64 of rows, in seconds.
+
+    Raises:
+        DataError: one is malformed or of the future, see `jfi.state.user_rows.MAX_AHEAD`.
+    """
+    seconds = table.times(log.time, log.unit)
+    if (ahead := is_ahead(seconds, clock())).any():
+        row = int(ahead.argmax())
+        date = date_of(seconds[row]) or f"{seconds[row]} s after 1970"
+        raise table.fault(row, f"'{log.time}' is {date}, {TOO_FAR_AHEAD}")
+    return seconds
 
 
 def _content(kind: pa.DataType) -> str:
