@@ -15,7 +15,7 @@ from jfi.data.io.paths import IN_MEMORY
 from jfi.data.io.table import SourceRows
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.follow.parts import Part, RefusedPart
-from jfi.follow.state import LogState
+from jfi.follow.state import ANY, LogState, contents
 from jfi.follow.statistics import CountedRows
 from jfi.history_policies import Policy
 from jfi.state.arrow import as_arrow
@@ -23,7 +23,6 @@ from jfi.state.columns import ColumnLayout, complete
 from jfi.state.deletions import info_of, rows_that_count
 from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import TIME
-from jfi.state.table_rows import ANY
 from jfi.state.tables import write_first_rows
 from jfi.state.user_rows import Chosen, LogRows, UserRows
 
@@ -95,7 +94,7 @@ class PartRows:
                 part, read_table(str(part.path), state.reader.wanted, reading.config, "--follow"), reading
             )
             rows = state.reader(self._table)
-            _check_types(part, state.reader.contents(self._table), state.place.types)
+            _check_types(part, contents(self._table, reading.config), state.place.types)
         except DataError as fault:
             raise RefusedPart(part.path, fault) from fault
         state.forget(part.deletions)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Annotated, Any
 
@@ -137,11 +138,12 @@ class EventReader:
         for name, column in self.columns.items():
             if name in given:
                 columns[name] = self._values(column, given[name], place)
-        if None in columns[log.item]:
-            row = columns[log.item].index(None)
-            got = shown(given[log.item][row])
-            raise BadRequestError(f"{place(row, log.item)} must be the id of an item, got {got}")
-        return self.encode(columns | {log.time: times}, seconds, given, place)
+        if None in columns[log.item] or self.layout.info.items:  # an item with columns is a key of the state
+            names_of(given[log.item], lambda row, _: place(row, log.item), "an item", self._missing)
+        if self._meaning is None:
+            return self.encode(columns | {log.time: times}, seconds, None, place)
+        rows = self.encode(columns | {log.time: times}, seconds, self._meaning(given, len(seconds), place), place)
+        return replace(rows, raw={name: given[name] for name in self.raw if name in given})
 
     def _values(self, column: Column, values: Values, place: Place) -> Given:
         """The values of a column as training reads them; what a rule or a label reads stays as it is."""
@@ -168,18 +170,20 @@ class EventReader:
         return [text for text in flat if text not in self._missing], np.bincount(owner, minlength=len(lengths))
 
     def encode(
-        self, columns: Mapping[str, Given], seconds: np.ndarray, raw: Mapping[str, Given], place: Place
+        self,
+        columns: Mapping[str, Given],
+        seconds: np.ndarray,
+        meaning: tuple[np.ndarray, np.ndarray] | None,
+        place: Place,
     ) -> LogRows:
         """Makes rows of checked values.
 
         Args:
             columns: by name those of the log.
             seconds: `[N]` float64, the times.
-            raw: columns by which labels and events of histories are told, as they were given.
+            meaning: the labels and which rows are events of histories, see `jfi.state.meaning`; None if all have one
+                and are.
             place: gives the place of a row, for messages.
-
-        Raises:
-            BadRequestError: a fault, with its place.
         """
         log, count = self._log, len(seconds)
         records, found = np.zeros(count, self.layout.dtype), {}
@@ -199,15 +203,12 @@ class EventReader:
             else:
                 records[name] = values
         records[ID] = ids_of(found[log.item], seconds, columns.get(log.event_id))
-        labels, in_history, given = np.ones(count, np.float32), np.ones(count, bool), dict(columns)
-        if self._meaning is not None:
-            labels, in_history = self._meaning(raw, count, place)
-            given |= {name: raw[name] for name in self.raw if name in raw}
+        labels, in_history = meaning or (np.ones(count, np.float32), np.ones(count, bool))
         records[LABELED] = ~np.isnan(labels)
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(columns[self._session])
-        return LogRows(columns[log.user], records, found, lacking, labels, in_history, sessions, place, given)
+        return LogRows(columns[log.user], records, found, lacking, labels, in_history, sessions, place, columns)
 
     def _times(self, values: Values, place: Place) -> tuple[np.ndarray, np.ndarray]:
         """`[N]` numbers of the log's unit, or `[N]` datetime64; and these as `[N]` float64 seconds."""

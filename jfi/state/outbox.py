@@ -79,7 +79,7 @@ def entry(
     for rows, kept in bodies:
         if not len(kept):
             continue
-        columns = {name: _plain(values, kept) for name, values in rows.given.items()}
+        columns = {name: _plain(values, kept) for name, values in {**rows.given, **rows.raw}.items()}
         columns[log.user] = users = [rows.users[row] for row in kept]
         items = [rows.texts[log.item][row] for row in kept]
         lacking = [name for name in names if name not in columns]

@@ -17,6 +17,7 @@ from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import ID, LABELED, OTHERS, TIME, EventLayout, newest, other_key, user_key
 from jfi.state.retention import Quota, newer
 from jfi.state.stores import Changes, Get, Store, finding_damage
+from jfi.utils.jagged import ranges
 
 #: Seconds that a row may be older than the newest one of its user, by default.
 MAX_LATE = 86400.0
@@ -43,8 +44,9 @@ class LogRows:
         in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
         place: gives the place of a row in the body, for messages.
-        given: by column of the log the values that were sent: of texts, numbers or times `[N]`; of lists all texts and
-            the lengths `[N]`.
+        given: by column the values that the rows have: of texts, numbers or times `[N]`; of lists all texts and the
+            lengths `[N]`. Of sent rows all columns of the log, of a table's those of items and users.
+        raw: by column that a rule reads the values `[N]` as they were sent.
     """
 
     users: list[str]
@@ -56,17 +58,19 @@ class LogRows:
     sessions: np.ndarray
     place: Place
     given: Mapping[str, Given] = field(default_factory=dict)
+    raw: Mapping[str, Given] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.users)
 
     def take(self, rows: np.ndarray) -> "LogRows":
-        """Returns rows `[K]` int64, without what was given."""
+        """Returns rows `[K]` int64."""
         texts = {name: np.array(own, object).reshape(len(self), -1)[rows].ravel() for name, own in self.texts.items()}
         own = {name: one.tolist() for name, one in texts.items()}
         of_rows = (one[rows] for one in (self.labels, self.in_history, self.sessions))
         users, place = [self.users[row] for row in rows], lambda row, name: self.place(int(rows[row]), name)
-        return LogRows(users, self.records[rows], own, self.lacking, *of_rows, place)
+        given, raw = ({name: taken(one, rows) for name, one in of.items()} for of in (self.given, self.raw))
+        return LogRows(users, self.records[rows], own, self.lacking, *of_rows, place, given, raw)
 
     def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
         """Returns the records of rows `[K]` int64, with the numbers of their texts."""
@@ -78,6 +82,15 @@ class LogRows:
                 own = wide.ravel().tolist()
             records[name] = names.numbers(name, own).reshape(shape)
         return records
+
+
+def taken(values: Given, rows: np.ndarray) -> Given:
+    """Returns the values of rows `[K]` int64."""
+    if isinstance(values, tuple):
+        flat, lengths = values
+        index = ranges((np.cumsum(lengths) - lengths)[rows], lengths[rows])
+        return [flat[number] for number in index.tolist()], lengths[rows]
+    return values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
 
 
 def is_ahead(seconds: np.ndarray, now: float) -> np.ndarray:

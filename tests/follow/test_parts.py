@@ -17,18 +17,14 @@ from jfi.data import DataError, FeatureConfig
 from jfi.data.io.blocks import read_table
 from jfi.follow.parts import PartFolder
 from jfi.follow.start import follow
-from jfi.follow.state import open_state
-from jfi.serving.dataset_schema import schema_of
+from jfi.follow.state import contents, open_state
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.load import layout_of_run
 from jfi.state.state import read_layout
 from jfi.state.stores import LmdbStore
-from jfi.state.table_rows import TableReader
 from jfi.state.user_rows import scan_records
 from jfi.training import ConfigError, resume, train
 from jfi.training.distributed.processes import Interrupted
 from jfi.training.run.recorder import SPEED
-from jfi.training.run.run_data import load_schema
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.encoding import HashedIds
 
@@ -198,6 +194,8 @@ def test_bad_parts(rows, followed):
     refused(run, parts, r"part-0002\.parquet:1: 'timestamp' is 1e\+300 s after 1970, more than 600 s in the future")
     write(bad, [good[0] | {"user_id": None}])
     refused(run, parts, r"part-0002\.parquet:1: empty 'user_id'")
+    write(bad, [*good, good[0] | {"user_id": "x" * 481}])
+    refused(run, parts, r"part-0002\.parquet:41: 'user_id' has 481 bytes, and an id of a state has at most 480")
     write(bad, [*good, good[0] | {"timestamp": float("nan"), "item_id": 5}])
     refused(run, parts, r"part-0002\.parquet:41: ")
     bad.unlink()
@@ -414,11 +412,10 @@ def test_it_waits_for_parts(rows, followed):
 
 
 def test_a_label_of_booleans_is_as_one_of_numbers(run):
-    opened, config = RunFolder.open(run)
-    settings, schema = replace(config.data.resolved(), label="clicked"), load_schema(opened)
-    own = TableReader(settings, schema, layout_of_run(schema_of(settings, schema, True, False), settings, schema))
+    _, config = RunFolder.open(run)
+    settings = replace(config.data.resolved(), label="clicked")
     kinds = []
     for values in ([True, False], [1, 0]):
         table = read_table(pa.table({"clicked": values, "brand": values}), ["clicked", "brand"])
-        kinds.append(own.contents(table))
+        kinds.append(contents(table, settings))
     assert kinds == [{"brand": "bool", "clicked": "numbers"}, {"brand": "numbers", "clicked": "numbers"}]
