@@ -32,7 +32,6 @@ from jfi.state.load import fill, layout_of_run
 from jfi.state.state import read_layout
 from jfi.state.stores import Changes, Get, LmdbStore, StateError, Store
 from jfi.state.table_rows import TableReader, read_times
-from jfi.state.tables import read_semantic_ids
 from jfi.training import ConfigError
 from jfi.utils.files import writing_folder
 
@@ -130,8 +129,6 @@ class LogState:
         self.tables = layouts_of(self.layout.info)
         #: Numbers and texts that were read.
         self.cache = Cache()
-        #: The semantic IDs of the items, or None.
-        self.sids = read_semantic_ids(config, schema)
         made = {*config.statistics_columns(), config.title, config.request_id, config.split_column}
         wanted = (config.columns(of_interactions=True) | {config.event_id}) - made - {None}
         self.reader, requests = TableReader(EventReader(self.layout), wanted), requests_of(config, schema)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.validation import BadRequestError
-from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of, write_columns
+from jfi.state.columns import Entity, ModelColumns, Values, complete, first_columns, layouts_of, write_columns
 from jfi.state.counters import StateCounters, check_statistics
 from jfi.state.deletions import add_deletion
 from jfi.state.dictionaries import Cache, Dictionaries
@@ -224,7 +224,8 @@ class UserState:
             now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
             counted.append((events, chosen))
             results.append(Added(len(chosen.kept), chosen.repeated, len(chosen.late), chosen.over_quota))
-        changes: Changes = {}
+        rows = [(events, chosen.kept) for events, chosen in counted]
+        changes = first_columns(rows, self.layout, self.tables, get, names)
         if self.counters is not None and counted:
             changes |= self.counters.changes(get, counted, self._ids)
         return counted, results, changes | now.changes()
