@@ -9,24 +9,20 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from jfi.data import DataConfig, DataError
-from jfi.data.io.arrays import is_list
-from jfi.data.io.blocks import DROP, read_table
-from jfi.data.io.table import SourceRows
-from jfi.data.prepared.summary import date_of
+from jfi.data.io.blocks import read_table
 from jfi.follow.parts import PartFolder
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
-from jfi.serving.validation import LONGEST_ID, BadRequestError
 from jfi.state.deletions import Deletion, info_of, keys_of_users, read_deletions, rows_that_count, write_deletions
-from jfi.state.events import EventReader, Given, LogRows
-from jfi.state.layout import CURSOR, TIME, Column
+from jfi.state.events import EventReader
+from jfi.state.layout import CURSOR, TIME
 from jfi.state.outbox import Cursor
 from jfi.state.state import Added, UserState
 from jfi.state.stores import finding_damage
+from jfi.state.table_rows import TableReader
+from jfi.state.user_rows import LogRows
 
 #: Rows that are added together; so are rows of one time, and those of a transaction of the server that accepted them.
 _AT_ONCE = 5000
@@ -107,9 +103,9 @@ class Feed:
             return False
         try:
             return self._add(name, found, cursor, state, events, told)
-        except (DataError, BadRequestError) as fault:
+        except DataError:
             self._stopped, self._until = file, self._clock() + _PAUSE
-            raise DataError(str(fault)) from fault
+            raise
 
     def _forget(self, deletions: list[Deletion], found: bytes | None, cursor: Cursor, state: UserState) -> None:
         """Removes from the state users who were deleted from the log since the last time."""
@@ -156,7 +152,10 @@ def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]
     Raises:
         DataError: it is damaged, or a row is, such as one of the future.
     """
-    rows = _read(path, events)
+    log, reader = events.layout.log, TableReader(events)
+    own = {"missing_values": log.missing_values, "null_ids": log.null_ids}
+    config = DataConfig(user=log.user, item=log.item, timestamp=log.time, timestamp_unit=log.unit, **own)
+    rows = reader(read_table(str(path), reader.wanted, config, "--feed"))
     info, begin = info_of(path), 0
     indices = np.arange(len(rows)) if info is None else info.rows()
     if len(indices) != len(rows):
@@ -164,7 +163,7 @@ def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]
     left = rows_that_count(path, rows.users, read_deletions(path.parent))
     rows, indices = rows.take(np.flatnonzero(left)), indices[left]
     if info is None:
-        items = rows.texts[events.layout.log.item]
+        items = rows.texts[log.item]
         rows = rows.take(np.lexsort((np.array(items, str), np.array(rows.users, str), rows.records[TIME])))
         times = rows.records[TIME]
         while begin < len(rows):
@@ -178,41 +177,3 @@ def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]
         cuts = pairwise(indices.searchsorted(ends).tolist())
         yield [rows.take(np.arange(one, end)) for one, end in cuts if end > one]
         begin = ends[-1]
-
-
-def _read(path: Path, events: EventReader) -> LogRows:
-    """Reads the rows of a part as training does, in the order of the file."""
-    layout, log = events.layout, events.layout.log
-    own = {"missing_values": log.missing_values, "null_ids": log.null_ids}
-    config = DataConfig(user=log.user, item=log.item, timestamp=log.time, timestamp_unit=log.unit, **own)
-    needed = {name: events.columns[name] for name in (*layout.columns, *events.texts)}
-    table = read_table(str(path), {log.user, log.time, *needed, *events.raw}, config, "--feed")
-    users, _ = (table.ids(name, DROP).to_pylist() for name in (log.user, log.item))
-    if (longest := max((len(one.encode()) for one in users), default=0)) > LONGEST_ID:
-        raise DataError(f"{path}: '{log.user}' has an id of {longest} bytes, and a state's have at most {LONGEST_ID}")
-    seconds = table.times(log.time, log.unit)
-    if (ahead := events.ahead(seconds)).any():
-        row = int(ahead.argmax())
-        raise table.fault(row, f"'{log.time}' is {date_of(seconds[row]) or seconds[row]}, which is in the future")
-    columns = {name: _values(table, one, log.separators) for name, one in needed.items() if name in table.known}
-    for name in events.required:
-        table.require(name)
-    raw = {name: table.column(name) for name in events.raw if name in table.known}
-    place = lambda row, name: f"{table.location(row)}: '{name}'" if name else table.location(row)  # noqa: E731
-    return events.encode(columns | {log.user: users}, seconds, raw, place)
-
-
-def _values(table: SourceRows, column: Column, separators: dict[str, str]) -> Given:
-    """The values of a column as rows that are sent have them."""
-    if column.kind == "number":
-        return table.numbers(column.name)
-    if column.kind == "sid":
-        return table.column(column.name).cast(pa.int64()).fill_null(-1).to_numpy(zero_copy_only=False)
-    if column.kind != "texts":
-        return table.strings(column.name).to_pylist()
-    values = table.categories(column.name, separators)
-    flat, owner = values, np.arange(len(values))
-    if is_list(values.type):
-        flat, owner = pc.list_flatten(values), pc.list_parent_indices(values).to_numpy()
-    owner = owner[flat.is_valid().to_numpy(zero_copy_only=False)]
-    return flat.drop_null().to_pylist(), np.bincount(owner, minlength=len(values))

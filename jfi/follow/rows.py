@@ -15,18 +15,15 @@ from jfi.data.io.paths import IN_MEMORY
 from jfi.data.io.table import SourceRows
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.follow.parts import Part, RefusedPart
-from jfi.follow.state import LogState
+from jfi.follow.state import ANY, LogState, contents
 from jfi.follow.statistics import CountedRows
 from jfi.history_policies import Policy
 from jfi.state.arrow import as_arrow
-from jfi.state.columns import ColumnLayout, complete
+from jfi.state.columns import ColumnLayout, complete, first_columns
 from jfi.state.deletions import info_of, rows_that_count
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.events import LogRows
 from jfi.state.layout import TIME
-from jfi.state.table_rows import ANY
-from jfi.state.tables import write_first_rows
-from jfi.state.user_rows import Chosen, UserRows
+from jfi.state.user_rows import Chosen, LogRows, UserRows
 
 #: The column that tells whether a row is an event of histories.
 _IN_HISTORY = "jfi: in history"
@@ -96,7 +93,7 @@ class PartRows:
                 part, read_table(str(part.path), state.reader.wanted, reading.config, "--follow"), reading
             )
             rows = state.reader(self._table)
-            _check_types(part, state.reader.contents(self._table), state.place.types)
+            _check_types(part, contents(self._table, reading.config), state.place.types)
         except DataError as fault:
             raise RefusedPart(part.path, fault) from fault
         state.forget(part.deletions)
@@ -130,9 +127,11 @@ class PartRows:
             config = replace(config, history=f"'{_IN_HISTORY}' == 1")
         part, history = self._part(rows, chosen), self._history(users, chosen, names)
         tables = {"item": config.items, "user": config.users}
-        for of, layout in state.tables.items():
-            if tables[of] is None and layout.columns:
-                tables[of] = self._columns(layout, part, history)
+        own = {of: layout for of, layout in state.tables.items() if tables[of] is None and layout.columns}
+        changes = first_columns([(rows, chosen.kept)], state.layout, own, state.overlay.get, names)
+        state.overlay.update(lambda get: changes)
+        for of, layout in own.items():
+            tables[of] = self._columns(layout, part, history, names)
         if state.counters is not None:
             past = CountedRows(state.overlay, state.counters, reading.schema, chosen.was_event)
         sources = Sources(part, history, tables["user"], tables["item"], config.semantic_ids)
@@ -177,17 +176,15 @@ class PartRows:
             columns[name] = pa.nulls(len(events))
         return pa.table(columns)
 
-    def _columns(self, layout: ColumnLayout, part: pa.Table, history: pa.Table) -> pa.Table:
+    def _columns(self, layout: ColumnLayout, part: pa.Table, history: pa.Table, names: Dictionaries) -> pa.Table:
         """Returns the table of the items or the users of rows, which have none of their own, of the state."""
-        config, state = self._reading.config, self._state
+        config = self._reading.config
         key = config.item if layout.of == "item" else config.user
-        rows = replace(self._table, data=part.sort_by(config.timestamp))
-        sids = state.sids if layout.of == "item" else None
-        write_first_rows(state.overlay, layout, rows, config, sids, state.cache)
-        ids = pc.unique(pa.chunked_array([*history[key].cast(TEXT).chunks, rows.ids(key)], TEXT))
-        found = layout.decode(state.overlay.get(list(map(layout.key, ids.to_pylist()))))
-        texts = Dictionaries(state.overlay.get, state.cache).texts
-        return pa.table({key: ids} | {name: as_arrow(one, found[name], texts) for name, one in layout.columns.items()})
+        own = replace(self._table, data=part).ids(key)
+        ids = pc.unique(pa.chunked_array([*history[key].cast(TEXT).chunks, own], TEXT))
+        found = layout.decode(self._state.overlay.get(list(map(layout.key, ids.to_pylist()))))
+        columns = {name: as_arrow(one, found[name], names.texts) for name, one in layout.columns.items()}
+        return pa.table({key: ids} | columns)
 
     def times(self) -> np.ndarray:
         """`[N]` float64, those of the samples, ascending."""

@@ -12,24 +12,32 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from jfi.data import DataConfig, DataSchema
+from jfi.data.io.arrays import has_values, is_list, is_text
+from jfi.data.io.paths import find_layout
+from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages.read import open_tables
+from jfi.data.schema.rules import only_column
 from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.serving.schema import Schema
 from jfi.state.columns import layouts_of
 from jfi.state.counters import StateCounters
 from jfi.state.deletions import Deletion, keys_of_users
 from jfi.state.dictionaries import Cache
+from jfi.state.events import EventReader
 from jfi.state.load import fill, layout_of_run
 from jfi.state.state import read_layout
 from jfi.state.stores import Changes, Get, LmdbStore, StateError, Store
-from jfi.state.table_rows import ANY, TableReader
-from jfi.state.tables import read_semantic_ids
+from jfi.state.table_rows import TableReader, read_times
 from jfi.training import ConfigError
 from jfi.utils.files import writing_folder
 
 _PLACE = b"f"
+#: What a column holds that has no type of its own, see `contents`.
+ANY = ""
 
 
 class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
@@ -38,7 +46,7 @@ class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
     Args:
         part: name of the last part whose rows are in it; "" for the run's own interactions alone.
         newest: time of the newest row, in seconds.
-        types: by column what the run's own interactions hold, see `jfi.state.table_rows.TableReader.contents`.
+        types: by column what the run's own interactions hold, see `contents`.
         deletions: how many lines of the list of deleted users have been applied, see `jfi.state.deletions`.
     """
 
@@ -121,9 +129,9 @@ class LogState:
         self.tables = layouts_of(self.layout.info)
         #: Numbers and texts that were read.
         self.cache = Cache()
-        #: The semantic IDs of the items, or None.
-        self.sids = read_semantic_ids(config, schema)
-        self.reader, requests = TableReader(config, schema, self.layout), requests_of(config, schema)
+        made = {*config.statistics_columns(), config.title, config.request_id, config.split_column}
+        wanted = (config.columns(of_interactions=True) | {config.event_id}) - made - {None}
+        self.reader, requests = TableReader(EventReader(self.layout), wanted), requests_of(config, schema)
         #: The statistics of the log, or None without `data.statistics`.
         self.counters = None
         if requests.statistics is not None:
@@ -173,16 +181,55 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
         try:
             layout = layout_of_run(requests, config, schema, reads_labels=True)
             with writing_folder(folder) as unfinished, closing(LmdbStore(unfinished, create=True)) as store:
-                reader, newest, types = TableReader(settings, schema, layout), -np.inf, {}
+                newest, types = -np.inf, {}
                 for table in open_tables(config).blocks():
-                    newest = max(newest, float(np.max(reader.times(table), initial=-np.inf)))
-                    for name, what in reader.contents(table).items():
+                    newest = max(newest, float(np.max(read_times(table, layout.log), initial=-np.inf)))
+                    for name, what in contents(table, settings).items():
                         types[name] = what if types.get(name, what) == what else ANY
                 fill(store, requests, config, schema, None, reads_labels=True)
                 store.put([(_PLACE, _encoded(StatePlace("", newest, types)))])
         except StateError as error:
             raise ConfigError(f"--follow: {error}") from None
     return LogState(LmdbStore(folder), settings, schema)
+
+
+def contents(table: SourceRows, config: DataConfig) -> dict[str, str]:
+    """Returns by column what it holds, such as "numbers": equal for types that are read to the same values.
+
+    A column without values is left out; `ANY` is one of a text file, whose types are not known.
+
+    Args:
+        table: whose times have been read.
+        config: the section `data` of the run.
+    """
+    found, layout = {}, find_layout(table.name, config.delimiter)
+    labels = {only_column(one.label) for one in config.targets() if one.label is not None}
+    labels -= {feature.name for feature in config.features}  # true is 1 in a column that is read as a label alone
+    for name in sorted({*table.known}.intersection(table.data.column_names)):
+        column = table.column(name)
+        if name == config.timestamp:
+            kind = table.reading.time_kinds.get(name)
+            if kind is not None:
+                found[name] = _content(kind)
+        elif has_values(pc.list_flatten(column) if is_list(column.type) else column):
+            is_untyped = layout is not None and layout.format == "text" and is_text(column.type)
+            is_number = name in labels and pa.types.is_boolean(column.type)
+            found[name] = ANY if is_untyped else _content(pa.int8() if is_number else column.type)
+    return found
+
+
+def _content(kind: pa.DataType) -> str:
+    if is_list(kind):
+        return f"lists of {_content(kind.value_type)}"
+    if pa.types.is_dictionary(kind):
+        return _content(kind.value_type)
+    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):  # binary is read as UTF-8
+        return "texts"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        return "numbers"
+    if pa.types.is_timestamp(kind):
+        return "times without a time zone" if kind.tz is None else f"times in {kind.tz}"
+    return str(kind)
 
 
 def requests_of(config: DataConfig, schema: DataSchema) -> Schema:

@@ -9,6 +9,7 @@ An id's value in the store is one record, and after it the values of its lists:
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -16,11 +17,12 @@ import numpy as np
 from jfi.serving.schema import Field
 from jfi.serving.validation import LONGEST_ID, BadRequestError, BodyType, fields_of, object_type
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import COLUMN_TYPES, Given, LogRows, values_of
-from jfi.state.layout import DTYPES, Column, EventLayout, StateInfo
+from jfi.state.events import COLUMN_TYPES, values_of
+from jfi.state.layout import DTYPES, TIME, Column, EventLayout, StateInfo
 from jfi.state.lookups import Encoded
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
-from jfi.state.stores import Changes, Get, Updated, finding_damage
+from jfi.state.stores import Changes, Get, Store, finding_damage
+from jfi.state.user_rows import Given, LogRows, taken
 from jfi.utils.encoding import standardize
 from jfi.utils.jagged import first_values
 
@@ -48,7 +50,8 @@ class ColumnLayout:
         self.of, self.columns = of, {one.name: one for one in columns}
         self.dtype = np.dtype([(one.name, DTYPES[one.kind]) for one in columns])
         self._lists = [one.name for one in columns if one.kind == "texts"]
-        self._sids = [one.name for one in columns if one.kind == "sid"]
+        #: Names of the columns of semantic IDs.
+        self.sids = [one.name for one in columns if one.kind == "sid"]
         missing = np.zeros(1, self.dtype)
         for one in columns:
             missing[one.name] = {"number": np.nan, "sid": -1}.get(one.kind, 0)
@@ -66,12 +69,13 @@ class ColumnLayout:
         return (b"I" if self.of == "item" else b"U") + text.encode()
 
     def is_missing(self, value: bytes | None) -> bool:
-        """Returns whether an id has no value, or one that has a semantic ID alone."""
-        if value is None or not self._sids:
-            return value is None
+        """Returns whether an id has no value, or one without columns but for a semantic ID."""
+        if value is None or not self.sids:
+            return value in (None, self._missing)
         with finding_damage(f"the columns of {self.of}s"):
             own = np.frombuffer(value, self.dtype, 1).copy()
-        own[self._sids] = np.array(-1, own[self._sids].dtype)
+        for name in self.sids:
+            own[name] = -1
         return own.tobytes() == self._missing
 
     def encode(self, columns: Mapping[str, Values], count: int, names: Dictionaries) -> list[bytes]:
@@ -155,6 +159,61 @@ def complete(
     return replace(rows, texts=texts, records=records, lacking=[])
 
 
+def first_columns(
+    bodies: Sequence[tuple[LogRows, np.ndarray]],
+    layout: EventLayout,
+    tables: Mapping[Entity, ColumnLayout],
+    get: Get,
+    names: Dictionaries,
+) -> Changes:
+    """Returns records of the items and users that the state does not know: the columns of their first rows with any.
+
+    Args:
+        bodies: rows with the indices `[K]` of those that count. Their order decides, and in a body (time, user, item).
+        layout: of the records of events.
+        tables: the records of items and of users, which may be written.
+        get: reads keys of the store.
+        names: gives numbers to texts.
+    """
+    changes: Changes = {}
+    for (rows, kept), (of, table) in product(bodies, tables.items()):
+        given = {name: rows.given[name] for name in table.columns if name in rows.given}
+        if not given or not len(kept):
+            continue
+        items = rows.texts[layout.log.item]
+        ids = items if of == "item" else rows.users
+        known = list(dict.fromkeys(ids[row] for row in kept.tolist()))
+        values = zip(known, get(list(map(table.key, known))), strict=True)
+        new = {one: value for one, value in values if table.key(one) not in changes and table.is_missing(value)}
+        own = np.array([row for row in kept.tolist() if ids[row] in new], np.int64)
+        own = own[_has_any(given, own)].tolist()
+        first: dict[str, int] = {}
+        for row in sorted(own, key=lambda row: (rows.records[TIME][row], rows.users[row], items[row])):
+            first.setdefault(ids[row], row)
+        if first:
+            found, chosen = table.decode([new[one] for one in first]), np.array([*first.values()])
+            columns = {name: taken(one, chosen) for name, one in given.items()}
+            for name in table.sids:  # an item may have a semantic ID before it has columns
+                columns[name] = np.where(found[name] < 0, columns.get(name, -1), found[name])
+            encoded = table.encode(columns, len(first), names)
+            changes |= zip(map(table.key, first), encoded, strict=True)
+    return changes
+
+
+def _has_any(columns: Mapping[str, Given], rows: np.ndarray) -> np.ndarray:
+    """Returns which rows `[K]` int64 have a value of any of the columns."""
+    found = np.zeros(len(rows), bool)
+    for values in columns.values():
+        own = taken(values, rows)
+        if isinstance(own, tuple):
+            found |= own[1] > 0
+        elif isinstance(own, np.ndarray):
+            found |= own >= 0 if own.dtype.kind == "i" else ~np.isnan(own)
+        else:
+            found |= np.array([text is not None for text in own], bool)
+    return found
+
+
 def _checked(found: dict[str, Stored], is_whole: bool) -> dict[str, Stored]:
     if not is_whole:
         raise ValueError("a record has another size than its columns")
@@ -162,7 +221,7 @@ def _checked(found: dict[str, Stored], is_whole: bool) -> dict[str, Stored]:
 
 
 def write_columns(
-    store: Updated,
+    store: Store,
     layout: ColumnLayout,
     ids: Sequence[str],
     columns: Mapping[str, Values],

@@ -11,11 +11,10 @@ from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
 from jfi.serving.schema import Schema
-from jfi.state.events import LogRows
 from jfi.state.layout import TIME, EventLayout, digest, hashes
 from jfi.state.lookups import Lookup
 from jfi.state.stores import StateError
-from jfi.state.user_rows import Chosen
+from jfi.state.user_rows import Chosen, LogRows
 
 #: Numbers of items are sorted above texts.
 _NUMBERS = 1 << 63

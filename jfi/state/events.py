@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import NoneType
 from typing import Annotated, Any
 
@@ -28,13 +28,11 @@ from jfi.serving.validation import (
     table_type,
     texts,
 )
-from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of
+from jfi.state.user_rows import TOO_FAR_AHEAD, Given, LogRows, is_ahead
 from jfi.utils.encoding import PER_SECOND, finite_numbers, text_of
 from jfi.utils.jagged import first_values
 
-#: What was given of a column of the log, see `LogRows.given`.
-Given = Values | tuple[list[str], np.ndarray]
 #: By kind of a column the type of its values in a body.
 COLUMN_TYPES: dict[str, Any] = {
     "text": VALUE,
@@ -47,64 +45,12 @@ COLUMN_TYPES: dict[str, Any] = {
 _DATE = "^[0-9]{4}-[0-9]{2}-[0-9]{2}"
 
 
-@dataclass(frozen=True)
-class LogRows:
-    """N valid rows of a log, in the order in which they came.
-
-    Args:
-        users: `[N]` texts of the users' ids.
-        records: `[N]`, of EventLayout; the numbers of texts are 0.
-        texts: by column of texts the value of each row, `[N]`; of lists `[N * size]`.
-        lacking: columns that the rows do not have; the state's items and users have them, see
-            `jfi.state.columns.complete`.
-        labels: `[N]` float32, NaN for none.
-        in_history: `[N]` bool, whether a row is an event of histories.
-        sessions: `[N]` uint64, equal for those of a session, 0 for none.
-        place: gives the place of a row in the body, for messages.
-        given: by column of the log the values that were sent: of texts, numbers or times `[N]`; of lists all texts and
-            the lengths `[N]`.
-    """
-
-    users: list[str]
-    records: np.ndarray
-    texts: dict[str, list[str | None]]
-    lacking: list[str]
-    labels: np.ndarray
-    in_history: np.ndarray
-    sessions: np.ndarray
-    place: Place
-    given: Mapping[str, Given] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.users)
-
-    def take(self, rows: np.ndarray) -> "LogRows":
-        """Returns rows `[K]` int64, without what was given."""
-        texts = {name: np.array(own, object).reshape(len(self), -1)[rows].ravel() for name, own in self.texts.items()}
-        own = {name: one.tolist() for name, one in texts.items()}
-        of_rows = (one[rows] for one in (self.labels, self.in_history, self.sessions))
-        users, place = [self.users[row] for row in rows], lambda row, name: self.place(int(rows[row]), name)
-        return LogRows(users, self.records[rows], own, self.lacking, *of_rows, place)
-
-    def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
-        """Returns the records of rows `[K]` int64, with the numbers of their texts."""
-        records = self.records[rows]
-        for name, own in self.texts.items():
-            shape = records[name].shape
-            if len(rows) < len(self):
-                wide = np.array(own, object).reshape(len(self), -1)[rows]
-                own = wide.ravel().tolist()
-            records[name] = names.numbers(name, own).reshape(shape)
-        return records
-
-
 class EventReader:
     """Checks rows of a log, which have the columns of a state.
 
     Args:
         layout: of the records.
         max_events: most rows of a body.
-        max_future: seconds that a row may be ahead of the clock.
         clock: gives the seconds since 1970.
     """
 
@@ -112,11 +58,10 @@ class EventReader:
         self,
         layout: EventLayout,
         max_events: int = 10_000,
-        max_future: float = 60.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.layout, self.max_events, self._log = layout, max_events, layout.log
-        self._max_future, self._clock, log, settings = max_future, clock, layout.log, layout.info.statistics
+        self.clock, log, settings = clock, layout.log, layout.info.statistics
         #: By name the columns of a row, but for the user and the time.
         self.columns = {one.name: one for one in (*layout.columns.values(), *log.others)}
         own, self._meaning = [log.user, log.time, *layout.columns], None
@@ -193,11 +138,12 @@ class EventReader:
         for name, column in self.columns.items():
             if name in given:
                 columns[name] = self._values(column, given[name], place)
-        if None in columns[log.item]:
-            row = columns[log.item].index(None)
-            got = shown(given[log.item][row])
-            raise BadRequestError(f"{place(row, log.item)} must be the id of an item, got {got}")
-        return self.encode(columns | {log.time: times}, seconds, given, place)
+        if None in columns[log.item] or self.layout.info.items:  # an item with columns is a key of the state
+            names_of(given[log.item], lambda row, _: place(row, log.item), "an item", self._missing)
+        if self._meaning is None:
+            return self.encode(columns | {log.time: times}, seconds, None, place)
+        rows = self.encode(columns | {log.time: times}, seconds, self._meaning(given, len(seconds), place), place)
+        return replace(rows, raw={name: given[name] for name in self.raw if name in given})
 
     def _values(self, column: Column, values: Values, place: Place) -> Given:
         """The values of a column as training reads them; what a rule or a label reads stays as it is."""
@@ -224,18 +170,20 @@ class EventReader:
         return [text for text in flat if text not in self._missing], np.bincount(owner, minlength=len(lengths))
 
     def encode(
-        self, columns: Mapping[str, Given], seconds: np.ndarray, raw: Mapping[str, Given], place: Place
+        self,
+        columns: Mapping[str, Given],
+        seconds: np.ndarray,
+        meaning: tuple[np.ndarray, np.ndarray] | None,
+        place: Place,
     ) -> LogRows:
         """Makes rows of checked values.
 
         Args:
             columns: by name those of the log.
             seconds: `[N]` float64, the times.
-            raw: columns by which labels and events of histories are told, as they were given.
+            meaning: the labels and which rows are events of histories, see `jfi.state.meaning`; None if all have one
+                and are.
             place: gives the place of a row, for messages.
-
-        Raises:
-            BadRequestError: a fault, with its place.
         """
         log, count = self._log, len(seconds)
         records, found = np.zeros(count, self.layout.dtype), {}
@@ -255,19 +203,12 @@ class EventReader:
             else:
                 records[name] = values
         records[ID] = ids_of(found[log.item], seconds, columns.get(log.event_id))
-        labels, in_history, given = np.ones(count, np.float32), np.ones(count, bool), dict(columns)
-        if self._meaning is not None:
-            labels, in_history = self._meaning(raw, count, place)
-            given |= {name: raw[name] for name in self.raw if name in raw}
+        labels, in_history = meaning or (np.ones(count, np.float32), np.ones(count, bool))
         records[LABELED] = ~np.isnan(labels)
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(columns[self._session])
-        return LogRows(columns[log.user], records, found, lacking, labels, in_history, sessions, place, given)
-
-    def ahead(self, seconds: np.ndarray) -> np.ndarray:
-        """Returns which times are further ahead of the clock than is allowed."""
-        return seconds > self._clock() + self._max_future
+        return LogRows(columns[log.user], records, found, lacking, labels, in_history, sessions, place, columns)
 
     def _times(self, values: Values, place: Place) -> tuple[np.ndarray, np.ndarray]:
         """`[N]` numbers of the log's unit, or `[N]` datetime64; and these as `[N]` float64 seconds."""
@@ -285,13 +226,12 @@ class EventReader:
 
             seconds = times_of(values, self._log, place)
             times = np.rint(seconds * 1e6).astype("datetime64[us]")  # exact until 2041
-        is_none, ahead = ~(seconds > -LATEST), self.ahead(seconds)
+        is_none, ahead = ~(seconds > -LATEST), is_ahead(seconds, self.clock())
         if (ahead | is_none).any():
             row = int((ahead | is_none).argmax())
             if is_none[row]:
                 raise BadRequestError(f"{place(row, name)} must be a time, got {shown(values[row])}")
-            limit = f"more than {self._max_future:g} s ahead of the server's clock"
-            raise BadRequestError(f"{place(row, name)} is {shown(values[row])}, {limit}")
+            raise BadRequestError(f"{place(row, name)} is {shown(values[row])}, {TOO_FAR_AHEAD}")
         return times, seconds
 
 

@@ -1,5 +1,6 @@
 """Fills a store with a log's events and with the columns of items and users, by the way of tables to train on."""
 
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -39,7 +40,9 @@ from jfi.state.layout import (
 )
 from jfi.state.state import write_layout
 from jfi.state.stores import Store
+from jfi.state.table_rows import read_times
 from jfi.state.tables import read_semantic_ids, write_columns_of_log, write_tables
+from jfi.state.user_rows import is_ahead
 from jfi.utils.files import temporary_folder
 from jfi.utils.jagged import first_values
 
@@ -69,7 +72,7 @@ def fill(
         The number of users and that of events.
 
     Raises:
-        DataError: a table is missing or malformed, or a user's id is too long.
+        DataError: a table is missing or malformed, a row is of the future, or a user's id is too long.
         StateError: see `layout_of`.
     """
     users, events, layout = 0, 0, layout_of_run(requests, config, schema, reads_labels)
@@ -190,6 +193,9 @@ def _load(
         read_and_sort(given, Stages(folder, durable=False), check=False)
         columns = Columns(given, folder, sorted_events(config, folder))
         events, users = columns.events, read_ids(folder, "user").to_pylist()
+        if is_ahead(np.max(events.time, initial=-np.inf), time.time()):
+            for table in given.blocks():
+                read_times(table, layout.log)  # names the row
         if (longest := next((one for one in users if len(one.encode()) > LONGEST_ID), None)) is not None:
             raise DataError(f"user {longest[:40]}... has an id of more than {LONGEST_ID} bytes")
         names, items = Dictionaries(), hashes(read_ids(folder, "item").to_pylist())

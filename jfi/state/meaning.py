@@ -46,17 +46,20 @@ class Meaning:
         Raises:
             BadRequestError: a value is none that the label or the rule can be read from.
         """
-        log, labels, in_history = self._log, np.ones(count, np.float32), np.ones(count, bool)
+        own = {name: columns[name] for name in self.columns if name in columns}
         try:
-            own = {name: columns[name] for name in self.columns if name in columns}
-            table = _as_table(own, log, place, count, self._warned)
-            if log.label is not None:
-                has_label = all(name in columns for name in self._of_label)
-                labels = read_labels(table, log.label, log.task) if has_label else np.full_like(labels, np.nan)
-            if self._history is not None:
-                in_history = self._history.holds(table) == 1
+            return self.of_table(_as_table(own, self._log, place, count, self._warned))
         except DataError as fault:
             raise BadRequestError(str(fault)) from None
+
+    def of_table(self, table: SourceRows) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the same of rows of a table; a fault is a DataError."""
+        log, labels, in_history = self._log, np.ones(len(table), np.float32), np.ones(len(table), bool)
+        if log.label is not None:
+            has_label = all(name in table.known for name in self._of_label)
+            labels = read_labels(table, log.label, log.task) if has_label else np.full_like(labels, np.nan)
+        if self._history is not None:
+            in_history = self._history.holds(table) == 1
         return labels, in_history
 
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from jfi.state.columns import ColumnLayout, Entity, log_columns
 from jfi.state.deletions import METADATA, PartInfo, info_of, read_deletions, rows_left, users_without, write_deletions
-from jfi.state.events import Given, LogRows
 from jfi.state.layout import CURSOR, POSITION, EventLayout, integer
 from jfi.state.model_ids import Texts
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
+from jfi.state.user_rows import Given, LogRows
 from jfi.utils.files import try_lock, write_file, writing_file
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def entry(
     for rows, kept in bodies:
         if not len(kept):
             continue
-        columns = {name: _plain(values, kept) for name, values in rows.given.items()}
+        columns = {name: _plain(values, kept) for name, values in {**rows.given, **rows.raw}.items()}
         columns[log.user] = users = [rows.users[row] for row in kept]
         items = [rows.texts[log.item][row] for row in kept]
         lacking = [name for name in names if name not in columns]

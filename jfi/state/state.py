@@ -11,18 +11,17 @@ import numpy as np
 
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.validation import BadRequestError
-from jfi.state.columns import Entity, ModelColumns, Values, complete, layouts_of, write_columns
+from jfi.state.columns import Entity, ModelColumns, Values, complete, first_columns, layouts_of, write_columns
 from jfi.state.counters import StateCounters, check_statistics
 from jfi.state.deletions import DELETIONS, deletion_of, write_deletions
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import LogRows
 from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, integer, user_key
 from jfi.state.lookups import Encoded, Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.outbox import entry
 from jfi.state.retention import KEEP_ALL, USER_KEYS, Quota, Retention, expire, newer
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
-from jfi.state.user_rows import MAX_LATE, Chosen, UserRows
+from jfi.state.user_rows import MAX_LATE, Chosen, LogRows, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
 _INFO = b"m"
@@ -225,7 +224,8 @@ class UserState:
             now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
             counted.append((events, chosen))
             results.append(Added(len(chosen.kept), chosen.repeated, len(chosen.late), chosen.over_quota))
-        changes: Changes = {}
+        rows = [(events, chosen.kept) for events, chosen in counted]
+        changes = first_columns(rows, self.layout, self.tables, get, names)
         if self.counters is not None and counted:
             changes |= self.counters.changes(get, counted, self._ids)
         return counted, results, changes | now.changes()

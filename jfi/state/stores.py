@@ -61,8 +61,8 @@ class StoreUnavailableError(Exception):
     """The store is down, slow or full, as one line that says why; nothing was acknowledged."""
 
 
-class Updated(Protocol):
-    """Bytes by key that are read, and changed all at once."""
+class Store(Protocol):
+    """Bytes by key."""
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Returns the values of keys, None for a key that is not there."""
@@ -73,10 +73,6 @@ class Updated(Protocol):
         Args:
             change: gets a function that reads keys; what it has read is as it was when the changes are written.
         """
-
-
-class Store(Updated, Protocol):
-    """Bytes by key."""
 
     def put(self, items: Iterable[tuple[bytes, bytes]]) -> None:
         """Writes keys with their values, in several steps."""

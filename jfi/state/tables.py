@@ -1,7 +1,6 @@
 """Fills a state with the columns of items and users, from their tables, or from the log where they have none."""
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +18,7 @@ from jfi.serving.validation import LONGEST_ID
 from jfi.state.columns import ColumnLayout, Entity, Values, layouts_of, write_columns
 from jfi.state.dictionaries import Cache
 from jfi.state.layout import StateInfo
-from jfi.state.stores import Store, Updated
+from jfi.state.stores import Store
 from jfi.utils.jagged import blocks
 
 #: Ids that are written together.
@@ -88,35 +87,6 @@ def write_columns_of_log(
             _write(store, layout, ids, rows, *source, own, Cache())
 
 
-def write_first_rows(
-    store: Updated,
-    layout: ColumnLayout,
-    table: SourceRows,
-    config: DataConfig,
-    sids: SemanticIDs | None,
-    cache: Cache,
-) -> None:
-    """Writes the columns of items or users that the state does not have: those of their first rows.
-
-    Args:
-        store: of the state.
-        layout: of the records.
-        table: rows of a log, by time.
-        config: the section `data` of a run, whose columns they are.
-        sids: the semantic IDs of the items, or None.
-        cache: numbers of the store.
-    """
-    ids = table.ids(config.item if layout.of == "item" else config.user)
-    first = np.unique(pc.index_in(ids, value_set=ids).to_numpy())
-    found = store.get([layout.key(one) for one in ids.take(pa.array(first)).to_pylist()])
-    new = first[list(map(layout.is_missing, found))]
-    if len(new):
-        own = replace(table, data=table.data.take(pa.array(new)))
-        categories = partial(_categories, own, config.separators())
-        rows = np.arange(len(new))
-        _write(store, layout, ids.take(pa.array(new)), rows, categories, own.numbers, sids, cache)
-
-
 def _and_others(ids: pa.Array, sids: SemanticIDs | None) -> tuple[pa.Array, np.ndarray]:
     """Adds ids that have a semantic ID alone; returns with all ids their rows `[N]` int64, -1 for those."""
     rows = np.arange(len(ids))
@@ -128,7 +98,7 @@ def _and_others(ids: pa.Array, sids: SemanticIDs | None) -> tuple[pa.Array, np.n
 
 
 def _write(
-    store: Updated,
+    store: Store,
     layout: ColumnLayout,
     ids: pa.Array,
     rows: np.ndarray,

@@ -1,4 +1,4 @@
-"""The newest rows of users as rows of a log change them: one identity, one rule of late rows and one order.
+"""The newest rows of users as rows of a log change them: one identity, one rule of late and future rows, one order.
 
 Servers and training that follows a log use the same code. A row is known again by its id, see `ids_of`. Of rows of a
 user with one id the first one with a label counts, or without labels the first one; a row that was there without a
@@ -7,18 +7,95 @@ counts as repeated, since nobody knows whether it was there. So does an older on
 user's newest one is late, and does not count, unless it brings the label of a row that is there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jfi.state.events import LogRows
+from jfi.serving.validation import Place, Values
+from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import ID, LABELED, OTHERS, TIME, EventLayout, newest, other_key, user_key
 from jfi.state.retention import Quota, newer
 from jfi.state.stores import Changes, Get, Store, finding_damage
+from jfi.utils.jagged import ranges
 
 #: Seconds that a row may be older than the newest one of its user, by default.
 MAX_LATE = 86400.0
+#: Seconds that a row may be ahead of the clock of the machine that reads it. Clocks of clients are off by minutes. A
+#: local time that is taken for UTC is off by an hour or more, which the limit must not let through: such rows would
+#: hide the events of that hour from requests, and make later rows of their users late.
+MAX_AHEAD = 600.0
+TOO_FAR_AHEAD = f"more than {MAX_AHEAD:g} s in the future"
+#: What was given of a column of the log, see `LogRows.given`.
+Given = Values | tuple[list[str], np.ndarray]
+
+
+@dataclass(frozen=True)
+class LogRows:
+    """N valid rows of a log, in the order in which they came.
+
+    Args:
+        users: `[N]` texts of the users' ids.
+        records: `[N]`, of EventLayout; the numbers of texts are 0.
+        texts: by column of texts the value of each row, `[N]`; of lists `[N * size]`.
+        lacking: columns that the rows do not have; the state's items and users have them, see
+            `jfi.state.columns.complete`.
+        labels: `[N]` float32, NaN for none.
+        in_history: `[N]` bool, whether a row is an event of histories.
+        sessions: `[N]` uint64, equal for those of a session, 0 for none.
+        place: gives the place of a row in the body, for messages.
+        given: by column the values that the rows have: of texts, numbers or times `[N]`; of lists all texts and the
+            lengths `[N]`. Of sent rows all columns of the log, of a table's those of items and users.
+        raw: by column that a rule reads the values `[N]` as they were sent.
+    """
+
+    users: list[str]
+    records: np.ndarray
+    texts: dict[str, list[str | None]]
+    lacking: list[str]
+    labels: np.ndarray
+    in_history: np.ndarray
+    sessions: np.ndarray
+    place: Place
+    given: Mapping[str, Given] = field(default_factory=dict)
+    raw: Mapping[str, Given] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def take(self, rows: np.ndarray) -> "LogRows":
+        """Returns rows `[K]` int64."""
+        texts = {name: np.array(own, object).reshape(len(self), -1)[rows].ravel() for name, own in self.texts.items()}
+        own = {name: one.tolist() for name, one in texts.items()}
+        of_rows = (one[rows] for one in (self.labels, self.in_history, self.sessions))
+        users, place = [self.users[row] for row in rows], lambda row, name: self.place(int(rows[row]), name)
+        given, raw = ({name: taken(one, rows) for name, one in of.items()} for of in (self.given, self.raw))
+        return LogRows(users, self.records[rows], own, self.lacking, *of_rows, place, given, raw)
+
+    def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
+        """Returns the records of rows `[K]` int64, with the numbers of their texts."""
+        records = self.records[rows]
+        for name, own in self.texts.items():
+            shape = records[name].shape
+            if len(rows) < len(self):
+                wide = np.array(own, object).reshape(len(self), -1)[rows]
+                own = wide.ravel().tolist()
+            records[name] = names.numbers(name, own).reshape(shape)
+        return records
+
+
+def taken(values: Given, rows: np.ndarray) -> Given:
+    """Returns the values of rows `[K]` int64."""
+    if isinstance(values, tuple):
+        flat, lengths = values
+        index = ranges((np.cumsum(lengths) - lengths)[rows], lengths[rows])
+        return [flat[number] for number in index.tolist()], lengths[rows]
+    return values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
+
+
+def is_ahead(seconds: np.ndarray, now: float) -> np.ndarray:
+    """Returns which times of rows are further ahead of `now` than is allowed: posted, in parts or in a log."""
+    return seconds > now + MAX_AHEAD
 
 
 @dataclass(frozen=True)

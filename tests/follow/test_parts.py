@@ -17,18 +17,14 @@ from jfi.data import DataError, FeatureConfig
 from jfi.data.io.blocks import read_table
 from jfi.follow.parts import PartFolder
 from jfi.follow.start import follow
-from jfi.follow.state import open_state
-from jfi.serving.dataset_schema import schema_of
+from jfi.follow.state import contents, open_state
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.load import layout_of_run
 from jfi.state.state import read_layout
 from jfi.state.stores import LmdbStore
-from jfi.state.table_rows import TableReader
 from jfi.state.user_rows import scan_records
 from jfi.training import ConfigError, resume, train
 from jfi.training.distributed.processes import Interrupted
 from jfi.training.run.recorder import SPEED
-from jfi.training.run.run_data import load_schema
 from jfi.training.run.run_folder import RunFolder
 from jfi.utils.encoding import HashedIds
 
@@ -192,12 +188,14 @@ def test_bad_parts(rows, followed):
     refused(run, parts, r"part-0002\.parquet: no column 'price'")
     write(bad, [row | {"item_id": str(row["item_id"])} for row in good], _with_type("item_id", pa.string()))
     refused(run, parts, r"part-0002\.parquet: column 'item_id' holds texts, but numbers in the run's interactions")
-    write(bad, [*good, good[0] | {"timestamp": time.time() + 7200.0}])
-    refused(run, parts, r"part-0002\.parquet:41: 'timestamp' is 20.*, which is in the future")
+    write(bad, [*good, good[0] | {"timestamp": time.time() + 660.0}])
+    refused(run, parts, r"part-0002\.parquet:41: 'timestamp' is 20.*, more than 600 s in the future")
     write(bad, [good[0] | {"timestamp": 1e300}])
-    refused(run, parts, r"part-0002\.parquet:1: 'timestamp' is 1e\+300 s after 1970, which is in the future")
+    refused(run, parts, r"part-0002\.parquet:1: 'timestamp' is 1e\+300 s after 1970, more than 600 s in the future")
     write(bad, [good[0] | {"user_id": None}])
     refused(run, parts, r"part-0002\.parquet:1: empty 'user_id'")
+    write(bad, [*good, good[0] | {"user_id": "x" * 481}])
+    refused(run, parts, r"part-0002\.parquet:41: 'user_id' has 481 bytes, and an id of a state has at most 480")
     write(bad, [*good, good[0] | {"timestamp": float("nan"), "item_id": 5}])
     refused(run, parts, r"part-0002\.parquet:41: ")
     bad.unlink()
@@ -255,7 +253,7 @@ def test_refused_parts_are_moved_where_the_user_says_so(rows, followed, tmp_path
     run, parts = followed
     new = rows[KNOWN + 80 : KNOWN + 120]
     write(parts / "part-00005.parquet", new[:10])  # late
-    write(parts / "part-0002.parquet", [*new, new[0] | {"timestamp": time.time() + 7200.0}])
+    write(parts / "part-0002.parquet", [*new, new[0] | {"timestamp": time.time() + 660.0}])
     write(parts / "part-0003.parquet", [row | {"price": "low"} for row in new], _with_type("price", pa.string()))
     write(parts / "part-0004.parquet", new)
     with pytest.raises(ConfigError, match=r"--refused-to: got .*, must be a folder beside the folder of parts"):
@@ -414,11 +412,10 @@ def test_it_waits_for_parts(rows, followed):
 
 
 def test_a_label_of_booleans_is_as_one_of_numbers(run):
-    opened, config = RunFolder.open(run)
-    settings, schema = replace(config.data.resolved(), label="clicked"), load_schema(opened)
-    own = TableReader(settings, schema, layout_of_run(schema_of(settings, schema, True, False), settings, schema))
+    _, config = RunFolder.open(run)
+    settings = replace(config.data.resolved(), label="clicked")
     kinds = []
     for values in ([True, False], [1, 0]):
         table = read_table(pa.table({"clicked": values, "brand": values}), ["clicked", "brand"])
-        kinds.append(own.contents(table))
+        kinds.append(contents(table, settings))
     assert kinds == [{"brand": "bool", "clicked": "numbers"}, {"brand": "numbers", "clicked": "numbers"}]

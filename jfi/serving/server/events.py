@@ -19,10 +19,11 @@ from jfi.serving.server.admission import Admission, Bodies, OverloadedError
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.state.columns import Entity, read_columns
-from jfi.state.events import LogRows, names_of
+from jfi.state.events import names_of
 from jfi.state.outbox import PartWriter
 from jfi.state.state import Added, UserState
 from jfi.state.stores import StoreUnavailableError
+from jfi.state.user_rows import LogRows
 from jfi.utils.errors import InputError
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ SCHEMA = Schema(
     item_id="item",
 )
 LAYOUT, READER = layout_of(SCHEMA, 5000, LOG), RequestReader(SCHEMA, Limits(1, 5000))
-READ = EventReader(LAYOUT, max_future=float("inf"))
+READ = EventReader(LAYOUT)
 
 
 def body(number: int) -> list[dict]:

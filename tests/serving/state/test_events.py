@@ -330,7 +330,7 @@ def accepts(reader: EventReader, body: object) -> bool | None:
     try:
         reader.read(json.dumps(body).encode())
     except BadRequestError as fault:
-        unsaid = r"as many values of each field|server's clock|no ID of|not be empty|be the id of|too$|\[0\] is not$"
+        unsaid = r"as many values of each field|in the future|no ID of|not be empty|be the id of|too$|\[0\] is not$"
         return None if re.search(rf"{unsaid}|^(candidates|user)\S* lacks|480 bytes", str(fault)) else False
     return True
 

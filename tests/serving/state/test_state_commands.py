@@ -1,10 +1,13 @@
 """What `jfi state` says where it cannot do what it is asked for."""
 
+import time
+
 import commands
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jfi.data import DataError
 from jfi.state.stores import StateError
 from jfi.training import train
 from jfi.training.config_parser import parse_config
@@ -28,6 +31,11 @@ def test_a_run_whose_log_has_moved_says_how_to_name_another(tmp_path, capsys):
         commands.run("state", "load", "--run", run, "--state", tmp_path / "second")
     commands.run("state", "load", "--run", run, "--interactions", moved, "--state", tmp_path / "second")
     assert "20 events of 2 users" in capsys.readouterr().out
+    rows["time"][7] = time.time() + 660
+    pq.write_table(pa.table(rows), log)
+    with pytest.raises(DataError, match=r"log\.parquet:8: 'time' is 20.*, more than 600 s in the future"):
+        commands.run("state", "load", "--run", run, "--interactions", log, "--state", tmp_path / "third")
+    assert not (tmp_path / "third").exists()
 
 
 @pytest.mark.parametrize(
