@@ -21,6 +21,7 @@ from jfi.serving.request_log import RequestLog
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits, Served
 from jfi.serving.scorer import Scorer, StateSettings
+from jfi.state.events import EventReader
 from jfi.state.load import fill
 from jfi.state.state import UserState, read_layout
 from jfi.state.stores import StateError, open_store
@@ -130,6 +131,26 @@ def test_a_request_by_ids_is_that_which_carries_the_columns(by_id):
                 assert_same(found, whole)
                 assert found.stored.answer()["unknown_items"] == 1
                 assert found.num_events == whole.num_events
+
+
+def test_new_ids_get_the_columns_of_their_first_row_with_any(by_id):
+    *_, reader, store = by_id
+    state = UserState(store, reader, max_late=np.inf)
+    events, ids = EventReader(state.layout), {"item_id": "new", "user_id": "new"}
+    first = {"brand": "b1", "tags": ["t1", "t2", "t3"], "price": 1.5, "kind": "k1", "slot": "s"}
+    first |= {"city": "a", "likes": ["x", "y"], "income": 3.0}
+    first = {name: value for name, value in first.items() if name in events.optional}  # else a table has them
+    later = {name: {str: "b2", float: 7.0, list: ["t4"]}[type(value)] for name, value in first.items()}
+    assert set(ITEM) & first.keys() and store.get([b"Inew", b"Unew"]) == [None, None]
+    for number, columns in enumerate([{}, dict.fromkeys(first), first, later]):
+        if number == 2:
+            assert store.get([b"Inew", b"Unew"]) == [None, None]
+        row = dict.fromkeys(events.required) | columns | ids | {"timestamp": 5000.0 + number}
+        assert state.add([events([row])])[0].added == 1
+    columns = [{name: first.get(name) for name in names} for names in (USER, ITEM)]
+    (found,) = state.fill([reader(carrying("new", ["new"]))])
+    (wanted,) = state.fill([reader(carrying(columns[0] | {"user_id": "new"}, [columns[1] | {"item_id": "new"}]))])
+    assert_same(found, wanted)
 
 
 def test_a_column_that_the_request_gives_wins(by_id):
