@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1729,
     "serving": 6235,
-    "state": 3896,
+    "state": 3912,
     "table1": 1135,
     "tables": 3175,
     "training": 6950,

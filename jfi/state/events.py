@@ -29,7 +29,7 @@ from jfi.serving.validation import (
     texts,
 )
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of
+from jfi.state.layout import ID, LABELED, TIME, Column, EventLayout, hashes, ids_of, take
 from jfi.utils.encoding import PER_SECOND, finite_numbers, text_of
 from jfi.utils.jagged import first_values
 
@@ -88,7 +88,7 @@ class LogRows:
 
     def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
         """Returns the records of rows `[K]` int64, with the numbers of their texts."""
-        records = self.records[rows]
+        records = take(self.records, rows)
         for name, own in self.texts.items():
             shape = records[name].shape
             if len(rows) < len(self):
@@ -277,9 +277,10 @@ class EventReader:
             kind = "date" if type(values[0]) is str else "number"
             raise BadRequestError(f"{place(row, name)} must be a {kind} as that of row 0, got {shown(values[row])}")
         if kinds == {float}:
-            with np.errstate(over="ignore"):
-                times = np.array(values, np.float64)
-            seconds = np.where(np.isin(times, self._missing_numbers), np.nan, times / PER_SECOND[self._log.unit])
+            times = np.array(values, np.float64)
+            seconds = times / PER_SECOND[self._log.unit]
+            if self._missing_numbers:
+                seconds[np.isin(times, self._missing_numbers)] = np.nan
         else:
             from jfi.state.meaning import times as times_of
 
