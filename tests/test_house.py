@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1729,
     "serving": 6244,
-    "state": 3935,
+    "state": 3951,
     "table1": 1135,
     "tables": 3175,
     "training": 6950,

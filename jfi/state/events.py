@@ -218,9 +218,10 @@ class EventReader:
             kind = "date" if type(values[0]) is str else "number"
             raise BadRequestError(f"{place(row, name)} must be a {kind} as that of row 0, got {shown(values[row])}")
         if kinds == {float}:
-            with np.errstate(over="ignore"):
-                times = np.array(values, np.float64)
-            seconds = np.where(np.isin(times, self._missing_numbers), np.nan, times / PER_SECOND[self._log.unit])
+            times = np.array(values, np.float64)
+            seconds = times / PER_SECOND[self._log.unit]
+            if self._missing_numbers:
+                seconds[np.isin(times, self._missing_numbers)] = np.nan
         else:
             from jfi.state.meaning import times as times_of
 

@@ -191,7 +191,7 @@ class EventLayout:
                 order[begin : begin + count] = part[sorted(range(count), key=keys.__getitem__)]
 
         found = newest(user, records[TIME], num_users, self.keep, arrange)
-        return [records[rows] for rows in found]
+        return [take(records, rows) for rows in found]
 
     def _order(self, texts: list[str | None]) -> list:
         """Returns the sort keys of items, as `jfi.data` sorts them."""
@@ -265,6 +265,11 @@ def newest(
     ends = np.cumsum(np.bincount(user, minlength=num_users))
     begins = np.maximum(np.append(0, ends[:-1]), ends - most)
     return [order[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+
+def take(records: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns records by their indices or a mask, copied as bytes: field by field it takes many times as long."""
+    return records.view(np.dtype((np.void, records.itemsize)))[rows].view(records.dtype)
 
 
 def user_key(user: str) -> bytes:

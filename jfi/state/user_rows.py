@@ -14,7 +14,7 @@ import numpy as np
 
 from jfi.serving.validation import Place, Values
 from jfi.state.dictionaries import Dictionaries
-from jfi.state.layout import ID, LABELED, OTHERS, TIME, EventLayout, newest, other_key, user_key
+from jfi.state.layout import ID, LABELED, OTHERS, TIME, EventLayout, newest, other_key, take, user_key
 from jfi.state.retention import Quota, newer
 from jfi.state.stores import Changes, Get, Store, finding_damage
 from jfi.utils.jagged import ranges
@@ -74,7 +74,7 @@ class LogRows:
 
     def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
         """Returns the records of rows `[K]` int64, with the numbers of their texts."""
-        records = self.records[rows]
+        records = take(self.records, rows)
         for name, own in self.texts.items():
             shape = records[name].shape
             if len(rows) < len(self):
@@ -151,7 +151,7 @@ class UserRows:
         self.events = [newer(one, oldest) for one in map(layout.records, values[:count], users)]
         self.others = [newer(one, oldest) for one in map(layout.other_rows, values[count:], users)]
         self._before = [*self.events], [*self.others]
-        self._decisive: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
+        self._whole: tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None
 
     def choose(self, rows: LogRows, max_late: float) -> Chosen:
         """Finds the rows that count.
@@ -160,30 +160,21 @@ class UserRows:
             rows: of these users, in the order in which they came.
             max_late: seconds that a row may be older than the newest one of its user before these.
         """
-        user, old_user, old = self._numbers(rows.users), *self._old()
-        is_event = np.append(np.arange(len(old_user)) < sum(map(len, self.events)), rows.in_history)
-        count, users = len(old_user), np.concatenate([old_user, user])
-        time, ids, labeled = (np.concatenate([old[name], rows.records[name]]) for name in (TIME, ID, LABELED))
-        order = np.lexsort((labeled == 0, ids, users))  # stable: an old row comes before an equal new one
-        again = np.zeros(len(order), bool)
-        again[order[1:]] = (users[order[1:]] == users[order[:-1]]) & (ids[order[1:]] == ids[order[:-1]])
-        group, is_old = np.cumsum(~again[order]) - 1, order < count
-        replaced = np.full(len(order), -1)
-        replaced[group[is_old]] = order[is_old]  # by group
-        replaced = np.where(again, -1, replaced[group[np.argsort(order)]])[count:]
-        kind = 2 * users + is_event  # a user's other rows, and their events
-        oldest, latest = np.full(2 * len(self.users), np.inf), np.full(len(self.users), -np.inf)
-        np.minimum.at(oldest, kind[:count], time[:count])
-        np.maximum.at(latest, old_user, time[:count])
-        full = np.tile([OTHERS, self.layout.keep], len(self.users))
-        oldest[np.bincount(kind[:count], minlength=len(full)) < full] = -np.inf
-        repeated = (again | (time <= np.maximum(oldest, self._oldest)[kind]))[count:] & (replaced < 0)
+        user, (_, lengths, old) = self._numbers(rows.users), self._old()
+        again, replaced = self._found_again(user, rows.records)
+        # The rows of a user are sorted by time: the first is the oldest, the last the newest.
+        time, ends = np.concatenate([old[0][TIME], old[1][TIME], [-np.inf]]), lengths.cumsum()
+        full = np.array([self.layout.keep, OTHERS]).repeat(len(self.users))
+        oldest = np.where(lengths >= full, time[ends - lengths], -np.inf)
+        latest = np.where(lengths > 0, time[ends - 1], -np.inf).reshape(2, -1).max(axis=0)
+        oldest = np.maximum(oldest, self._oldest)[np.where(rows.in_history, user, len(self.users) + user)]
+        repeated = (again | (rows.records[TIME] <= oldest)) & (replaced < 0)
         late = ~repeated & (replaced < 0) & (rows.records[TIME] < latest[user] - max_late)
         (valid,) = np.nonzero(~repeated & ~late)
         kept = valid if self._quota is None else valid[self._quota.within(user[valid])]
-        replaced, stays = replaced[kept], np.ones(count, bool)
+        replaced, stays = replaced[kept], np.ones(len(time) - 1, bool)
         stays[replaced[replaced >= 0]] = False
-        was_event = np.append(is_event[:count], False)[replaced]  # -1 is False
+        was_event = (replaced >= 0) & (replaced < len(old[0]))
         over_quota = len(valid) - len(kept)
         return Chosen(kept, replaced, was_event, np.flatnonzero(late), int(repeated.sum()), over_quota, stays)
 
@@ -199,25 +190,26 @@ class UserRows:
         user, is_event = self._numbers(rows.users)[chosen.kept], rows.in_history[chosen.kept]
         if self._quota is not None:
             self._quota.left -= np.bincount(user, minlength=len(self.users))
-        old_user, stays, count = self._old()[0], chosen.stays, sum(map(len, self.events))
-        for kind, of in ((True, self.events), (False, self.others)):
+        (old_user, _, joined), stays = self._old(), chosen.stays
+        count = len(joined[0])
+        for kind, of, before in ((True, self.events, joined[0]), (False, self.others, joined[1])):
             old = slice(0, count) if kind else slice(count, None)
             new, kept = is_event == kind, stays[old]
             if not new.any() and kept.all():
                 continue
             users = np.concatenate([old_user[old][kept], user[new]])
-            joined = _joined([_joined(of)[kept], _as(records[new], of[0].dtype)])
+            stay = before if kept.all() else take(before, kept)
+            whole = _joined([stay, _as(records[new], before.dtype)])
             if kind:
-                is_new = np.arange(len(joined)) >= kept.sum()
-                found = self.layout.merge(users, joined, is_new, len(self.users), texts)
+                found = self.layout.merge(users, whole, np.arange(len(whole)) >= len(stay), len(self.users), texts)
             else:
-                found = [joined[index] for index in newest(users, joined[TIME], len(self.users), OTHERS)]
+                found = [take(whole, index) for index in newest(users, whole[TIME], len(self.users), OTHERS)]
             changed = np.zeros(len(self.users), bool)
             changed[user[new]] = True
             changed[old_user[old][~kept]] = True
             for number in np.flatnonzero(changed).tolist():
                 of[number] = found[number]
-        self._decisive = None
+        self._whole = None
 
     def newest(self, user: str) -> float:
         """Returns the time of a user's newest row, who has one."""
@@ -232,14 +224,32 @@ class UserRows:
             changes |= {key(user): now.tobytes() or None for user, now, then in pairs if now is not then}
         return changes
 
-    def _old(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The numbers of the users of all rows, events before others, and what decides about them."""
-        if self._decisive is None:
-            parts, none = [*self.events, *self.others], np.zeros(0, self.layout.others)
-            numbers = np.array(2 * [*range(len(self.users))], np.int64)
-            fields = {name: np.concatenate([none[name], *(one[name] for one in parts)]) for name in none.dtype.names}
-            self._decisive = np.repeat(numbers, list(map(len, parts))), fields
-        return self._decisive
+    def _old(self) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """The users' numbers of all rows, events before others, the lengths of each user's, and the rows of both."""
+        if self._whole is None:
+            lengths = np.fromiter(map(len, [*self.events, *self.others]), np.int64, 2 * len(self.users))
+            numbers = np.repeat(np.tile(np.arange(len(self.users)), 2), lengths)
+            self._whole = numbers, lengths, (_joined(self.events), _joined(self.others))
+        return self._whole
+
+    def _found_again(self, user: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns which new rows come after another one of their user and id, and the old rows of the others, or -1."""
+        (old_user, _, old), new_ids = self._old(), new[ID]
+        # Of the old rows only those with the last bits of a new one's id may be the same row; few others have them.
+        old_ids, is_near = np.concatenate([old[0][ID], old[1][ID]]), np.zeros(2**16, bool)
+        is_near[new_ids % 2**16] = True
+        (near,) = is_near[old_ids % 2**16].nonzero()
+        if len(new) == 1 and not len(near):
+            return np.zeros(1, bool), np.full(1, -1)
+        labeled = np.concatenate([old[0][LABELED], old[1][LABELED]])[near]
+        count, users, ids = len(near), np.append(old_user[near], user), np.append(old_ids[near], new_ids)
+        order = np.lexsort((np.append(labeled, new[LABELED]) == 0, ids, users))  # stable: an old row before a new one
+        again = np.zeros(len(order), bool)
+        again[order[1:]] = (users[order[1:]] == users[order[:-1]]) & (ids[order[1:]] == ids[order[:-1]])
+        group, is_old = np.cumsum(~again[order]) - 1, order < count
+        replaced = np.full(len(order), -1)
+        replaced[group[is_old]] = near[order[is_old]]  # by group
+        return again[count:], np.where(again, -1, replaced[group[np.argsort(order)]])[count:]
 
     def _numbers(self, users: Sequence[str]) -> np.ndarray:
         return np.fromiter(map(self._number.__getitem__, users), np.int64, len(users))
