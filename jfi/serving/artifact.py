@@ -31,7 +31,7 @@ from jfi.utils.files import SUMS, DamagedFileError, check_sum, parse_sums
 from jfi.utils.files import sha256_of as file_sha256
 from jfi.utils.json_files import read_json
 
-FORMAT = 6
+FORMAT = 7
 INFO, VOCABULARIES, TABLES, MODEL = "artifact.json", "vocabularies.json", "tables.safetensors", "model.pt2"
 POLICY = "policy.json"
 #: In the metadata of model.pt2, see `jfi.serving.scorer.shapes_of`.

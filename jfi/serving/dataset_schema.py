@@ -85,6 +85,8 @@ def schema_of(
         user_id=config.user,
         item_id=config.item,
         item_columns=[one.name for one in items if one.name != config.item] + numbers,
+        label=config.targets()[0].label,
+        history=config.history,
     )
 
 

@@ -97,6 +97,7 @@ class Schema:
         user_id: name of the column of the user's id, whether the model reads it or not.
         item_id: name of the column of the item's id, likewise.
         item_columns: names of the fields of a candidate that are columns of the item, and not of the interaction.
+        label, history: the settings `data.label` of the first label and `data.history`, which a state was made by too.
     """
 
     user: list[Field]
@@ -112,6 +113,8 @@ class Schema:
     user_id: str | None = None
     item_id: str | None = None
     item_columns: list[str] = field(default_factory=list)
+    label: str | None = None
+    history: str | None = None
 
     @property
     def event_fields(self) -> list[Field]:

@@ -11,7 +11,7 @@ from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
 from jfi.serving.schema import Schema
-from jfi.state.layout import TIME, EventLayout, digest, hashes
+from jfi.state.layout import TIME, EventLayout, StateInfo, comparable, digest, hashes
 from jfi.state.lookups import Lookup
 from jfi.state.stores import StateError
 from jfi.state.user_rows import Chosen, LogRows
@@ -129,9 +129,18 @@ class StateCounters:
         return int.from_bytes(item.encode()[:8].ljust(8, b"\0"), "big")
 
 
-def check_statistics(own: StatisticsSettings | None, wanted: StatisticsSettings) -> None:
-    """Raises StateError if a state does not have the statistics that a model reads."""
+def check_counts(info: StateInfo, schema: Schema) -> None:
+    """Raises StateError if a state does not have the histories and the statistics of the past that a model reads."""
     load = "load it from the log by `jfi state load`"
+    rules = [("history", info.log.history, schema.history)] if schema.event or schema.statistics else []
+    rules += [("label", info.log.label, schema.label)] if schema.statistics and info.statistics else []
+    for name, of_state, of_model in rules:
+        if of_state != of_model:
+            made, read = (f"`data.{name} {rule}`" if rule else f"no `data.{name}`" for rule in (of_state, of_model))
+            raise StateError(f"the state of users was made by {made}, and the model by {read}; {load}")
+    if schema.statistics is None:
+        return
+    own, wanted = info.statistics, comparable(schema.statistics, schema)
     if own is None:
         raise StateError(f"the state of users has no statistics of the past, which the model reads; {load}")
     one, other = asdict(own), asdict(wanted)

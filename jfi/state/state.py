@@ -12,10 +12,10 @@ import numpy as np
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import Entity, ModelColumns, Values, complete, first_columns, layouts_of, write_columns
-from jfi.state.counters import StateCounters, check_statistics
+from jfi.state.counters import StateCounters, check_counts
 from jfi.state.deletions import DELETIONS, deletion_of, write_deletions
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, comparable, integer, user_key
+from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, integer, user_key
 from jfi.state.lookups import Encoded, Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.outbox import entry
@@ -76,8 +76,7 @@ class UserState:
         if reader.limits.max_history > info.max_history:
             what = f"keeps {info.max_history} events of a user, and the model reads {reader.limits.max_history}"
             raise StateError(f"the state {what}; load it by `jfi state load` of a run with that `data.max_history`")
-        if schema.statistics is not None:
-            check_statistics(info.statistics, comparable(schema.statistics, schema))
+        check_counts(info, schema)
         #: Rows of the log that the state has, as of the last read or write.
         self.position = 0
         #: Numbers and texts that were read.

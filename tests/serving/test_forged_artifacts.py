@@ -251,7 +251,7 @@ def test_an_artifact_of_an_earlier_format_is_refused_by_name(exported, tmp_path)
         (folder / artifact.INFO).write_text('{"format": 3, "tables": "float32"}')
 
     path = forged(tmp_path / "forged", exported.path, write)
-    with pytest.raises(ArtifactError, match=f"^{path} has format 3, but this version reads format 6; export again$"):
+    with pytest.raises(ArtifactError, match=f"^{path} has format 3, but this version reads format 7; export again$"):
         Scorer(path)
 
 
@@ -260,7 +260,7 @@ def test_an_artifact_of_an_earlier_format_is_refused_by_name(exported, tmp_path)
     [
         ("artifact.json", lambda info: info | {"padded": 1}, r"expected `bool`, got `int` - at `\$.padded`"),
         ("artifact.json", lambda info: info | {"format": "4"}, r"expected `int`, got `str` - at `\$.format`"),
-        ("artifact.json", lambda info: {"format": 6}, "object missing required field `run`"),
+        ("artifact.json", lambda info: {"format": 7}, "object missing required field `run`"),
         ("artifact.json", lambda info: info | {"limits": {"max_candidates": 0}}, r">= 1 - at `\$.limits.max_cand"),
         ("artifact.json", lambda info: [info], "expected `object`, got `array`"),
         (

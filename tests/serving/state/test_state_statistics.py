@@ -179,6 +179,24 @@ def test_other_statistics_are_refused(log, tmp_path, new_store):
         UserState(replay.state.store, reads)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"label": "rating >= 3"},
+            "made by `data.label rating >= 4`, and the model by `data.label rating >= 3`; load it",
+        ),
+        ({"history": "rating >= 3"}, "made by no `data.history`, and the model by `data.history rating >= 3`; load it"),
+    ],
+)
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_a_model_of_another_label_or_history_is_refused(log, tmp_path, new_store, change, message):
+    replay = Replay(log, CASES["labels"], tmp_path, new_store(), 0)
+    schema = dataclasses.replace(replay.fields, **change)
+    with pytest.raises(StateError, match=message):
+        UserState(replay.state.store, RequestReader(schema, Limits(100, 20), state=replay.state.layout.info))
+
+
 @pytest.mark.parametrize("change", [{}, {"event_id": "eid"}, {"history": "rating >= 3"}])
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
 def test_rows_of_a_loaded_log_count_once(log, tmp_path, new_store, monkeypatch, change):
