@@ -51,7 +51,10 @@ TYPES: dict[str, Any] = {
     "number": Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None,  # another one is none of float32
     "quantile": float | None,
     "age": Annotated[float, Meta(ge=0, description="seconds")],
-    "sid": int | float | Annotated[str, Meta(extra_json_schema={"pattern": "^(-?[0-9]{1,19})?$"})] | None,
+    "sid": Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**63 - 1})]
+    | Annotated[float, Meta(extra_json_schema={"minimum": -(2.0**63), "exclusiveMaximum": 2.0**63, "multipleOf": 1})]
+    | Annotated[str, Meta(extra_json_schema={"pattern": "^(-?[0-9]{1,19})?$"})]
+    | None,
 }
 
 
