@@ -52,7 +52,7 @@ TYPES: dict[str, Any] = {
     "quantile": float | None,
     "age": Annotated[float, Meta(ge=0, description="seconds")],
     "sid": Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**63 - 1})]
-    | Annotated[float, Meta(extra_json_schema={"minimum": -(2.0**63), "exclusiveMaximum": 2.0**63, "multipleOf": 1})]
+    | Annotated[float, Meta(extra_json_schema={"minimum": -(2.0**53), "maximum": 2.0**53, "multipleOf": 1})]
     | Annotated[str, Meta(extra_json_schema={"pattern": "^(-?[0-9]{1,19})?$"})]
     | None,
 }
@@ -336,7 +336,10 @@ def sids(name: str, codec: Mapping[str, int], values: Sequence[int | float | str
 def _sid(value: int | float | str | None, place: Place, row: int, name: str) -> int:
     if value is None or value == "":
         return UNKNOWN_SID
-    is_whole = value.is_integer() if isinstance(value, float) else re.fullmatch("-?[0-9]{1,19}", str(value)) is not None
+    if isinstance(value, float):  # a larger one may have been rounded
+        is_whole = value.is_integer() and abs(value) <= 2.0**53
+    else:
+        is_whole = re.fullmatch("-?[0-9]{1,19}", str(value)) is not None
     if not is_whole or not -(2**63) <= (found := int(value)) < 2**63:
         what = "must be a semantic ID: an integer or its text, or null"
         raise BadRequestError(f"{place(row, name)} {what}, got {shown(value)}")
