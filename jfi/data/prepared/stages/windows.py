@@ -105,7 +105,7 @@ def _groups(columns: dict[str, np.ndarray], of: str, work: Path, given: SourceTa
         values = values.take(pc.index_in(ids, value_set=given.items.strings(config.item))).dictionary_encode()
         return pc.fill_null(values.indices, -1).to_numpy(zero_copy_only=False)[columns["item"]]
     column = RawColumn(name, "category")
-    _check_single(name, len(columns[column.offsets]) > 0)
+    _check_single(name, column.offsets in columns)
     return columns[column.file]
 
 
