@@ -253,6 +253,11 @@ class DataConfig:
         return {name: one for name, one in labels.items() if isinstance(one, LabelWindow)}
 
     @property
+    def is_raw_log(self) -> bool:
+        """Whether a rule says which rows are samples, or labels are of what comes later."""
+        return self.samples is not None or bool(self.label_windows())
+
+    @property
     def label_delay(self) -> float:
         """The seconds after a row at which the first label is known."""
         first = self.targets()[0].label

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jfi.data.config import DataConfig
 from jfi.data.errors import DataError
 from jfi.data.labels import ITEM, SESSION, USER
 from jfi.data.prepared.stages.column_files import map_arrow, read_columns
@@ -80,10 +79,12 @@ def sum_windows(
     key = np.cumsum(np.diff(key[order], prepend=key[order[0]]) != 0)
     times, moment = np.unique(time, return_inverse=True)
     until = np.searchsorted(times, times + seconds, side="right")[moment[order]]
-    start, key = key * (len(times) + 1) + moment[order], key * (len(times) + 1)
+    key = key * (len(times) + 1)
+    codes = key + moment[order]
+    first = np.maximum.accumulate(np.where(np.diff(codes, prepend=-1) != 0, np.arange(len(codes)), 0))
     total = np.append(0.0, np.cumsum(np.nan_to_num(counted[order])))
     found = np.empty(len(user))
-    found[order] = total[np.searchsorted(start, key + until)] - total[np.searchsorted(start, start)]
+    found[order] = total[np.searchsorted(codes, key + until)] - total[first]
     return found - np.nan_to_num(added)
 
 
@@ -112,12 +113,3 @@ def _groups(columns: dict[str, np.ndarray], of: str, work: Path, given: SourceTa
 def _check_single(name: str, has_lists: bool) -> None:
     if has_lists:
         raise DataError(f"data.label.of is '{name}', whose rows are lists; it must have one value a row")
-
-
-def check_tables_only(config: DataConfig, what: str) -> None:
-    """Raises DataError if a config has samples by a rule, or labels of what comes later, which `what` does not make."""
-    if config.samples is not None or config.label_windows():
-        made = "a label with a window (within)" if config.label_windows() else "data.samples"
-        raise DataError(
-            f"{what}: {made} is made of tables only, by train, prepare, predict and evaluate; docs/limits.md"
-        )
