@@ -12,7 +12,7 @@ BUDGET = {
     "cli": 1630,
     "cpu": 922,
     "cuda_graphs": 787,
-    "data": 8518,
+    "data": 8516,
     "distributed": 2201,
     "events": 2251,
     "follow": 1633,

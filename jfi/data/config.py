@@ -113,8 +113,8 @@ class DataConfig:
             operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...) and parentheses. A row with an
             empty label is only part of histories. None means implicit feedback: every row is a positive. The label's
             columns can be user or item columns only if the table `users` or `items` has them. It is the short form of
-            `labels: [{name: label, label: RULE}]`. A label of what comes later is a window, such as `{event: event ==
-            buy, within: 1 h, of: item}`.
+            `labels: [{name: label, label: RULE}]`. A label of what comes later is a window, such as
+            `{event: event == buy, within: 1 h, of: item}`.
         labels: labels that one model predicts at once, in place of `label`. A row is a sample if it has the first
             one that is not auxiliary; where it lacks another, that one counts in no loss or metric.
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of

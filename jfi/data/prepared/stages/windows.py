@@ -1,6 +1,7 @@
 """Labels of what comes later (`LabelWindow`), made of the sorted rows of a table."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,30 +23,27 @@ def make_labels(work: Path, given: SourceTables, repeated: np.ndarray | None = N
     Args:
         work: folder of the stages; those up to `rows` are sorted.
         given: the tables.
-        repeated: `[R]` int64, rows that are there twice and do not count, or None.
+        repeated: `[R]` int64 ascending, rows that are there twice and do not count, or None.
     """
     windows, folder, notes = given.config.label_windows(), work / "rows", []
     columns = read_columns(folder, "r+") if windows else {}
+    repeated = np.zeros(0, np.int64) if repeated is None else repeated
     for name, window in windows.items():
-        time, added = columns["time"], columns[ADDED + name]
-        group, open_rows, samples, newest = _groups(columns, window.of, work, given), 0, 0, time.max(initial=-np.inf)
-        counted = added
-        if repeated is not None and len(repeated):
-            counted = np.array(added)
-            counted[repeated] = 0.0
+        groups, open_rows, samples = _groups(columns, window.of, work, given), 0, 0
+        newest = columns["time"].max(initial=-np.inf)
         for begin, end in user_blocks(first_rows(columns["user"])):
             rows = slice(begin, end)
-            own = columns["user"][rows], time[rows], group[rows], added[rows], counted[rows]
-            found = sum_windows(*own, window.seconds)
-            label = columns[name][rows]
-            is_sample, is_open = ~np.isnan(label), time[rows] + window.seconds > newest
+            user, time, added, label = (columns[one][rows] for one in ("user", "time", ADDED + name, name))
+            group, counted = groups(rows), np.array(added)
+            counted[repeated[slice(*np.searchsorted(repeated, (begin, end)))] - begin] = 0.0
+            found = sum_windows(user, time, group, added, counted, window.seconds)
+            is_sample, is_open = ~np.isnan(label), time + window.seconds > newest
             samples, open_rows = samples + int(is_sample.sum()), open_rows + int((is_sample & is_open).sum())
-            is_sample &= ~is_open & (group[rows] >= 0)
-            columns[name][rows] = np.where(is_sample, found > 0 if window.value is None else found, np.nan)
+            is_sample &= ~is_open & (group >= 0)
+            label[:] = np.where(is_sample, found > 0 if window.value is None else found, np.nan)
         if open_rows:
-            notes.append(
-                f"{open_rows:,} of {samples:,} rows have no label '{window}': the table ends within their window"
-            )
+            what = f"rows have no label '{window}': the table ends within their window"
+            notes.append(f"{open_rows:,} of {samples:,} {what}")
     (folder / _LEFT_OUT).write_text(json.dumps(notes))
 
 
@@ -88,26 +86,26 @@ def sum_windows(
     return found - np.nan_to_num(added)
 
 
-def _groups(columns: dict[str, np.ndarray], of: str, work: Path, given: SourceTables) -> np.ndarray:
-    """`[N]` integers, equal for rows that have in common what a window says, -1 for none."""
+def _groups(columns: dict[str, np.ndarray], of: str, work: Path, given: SourceTables) -> Callable[[slice], np.ndarray]:
+    """Gives of rows of whole users `[n]` integers, equal for what a window says must be, -1 for none."""
     config = given.config
     if of == USER:
-        return np.broadcast_to(np.int32(0), len(columns["user"]))
+        return lambda rows: np.zeros(rows.stop - rows.start, np.int32)
     if of == ITEM:
-        return columns["item"]
-    if of == SESSION and config.session is None:
-        pause = np.diff(columns["time"], prepend=-np.inf) > PAUSE
-        return np.cumsum(pause | (np.diff(columns["user"], prepend=-1) != 0))
+        return lambda rows: columns["item"][rows]
+    if of == SESSION and config.session is None:  # only rows of one user are compared
+        return lambda rows: np.cumsum(np.diff(columns["time"][rows], prepend=-np.inf) > PAUSE)
     name = config.session if of == SESSION else of
     if given.items is not None and of not in (SESSION, *config.window_columns()):
         ids = map_arrow(work / "rows/item_ids.arrow")["id"].cast(pa.large_string())
         values = given.items.categories(name, config.separators())
         _check_single(name, pa.types.is_nested(values.type))
         values = values.take(pc.index_in(ids, value_set=given.items.strings(config.item))).dictionary_encode()
-        return pc.fill_null(values.indices, -1).to_numpy(zero_copy_only=False)[columns["item"]]
+        codes = pc.fill_null(values.indices, -1).to_numpy(zero_copy_only=False)
+        return lambda rows: codes[columns["item"][rows]]
     column = RawColumn(name, "category")
     _check_single(name, column.offsets in columns)
-    return columns[column.file]
+    return lambda rows: columns[column.file][rows]
 
 
 def _check_single(name: str, has_lists: bool) -> None:
