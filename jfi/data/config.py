@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jfi.data.errors import DataError
-from jfi.data.setting_types import Positive, Size, check_bounds
+from jfi.data.labels import ITEM, SESSION, USER, LabelConfig, LabelWindow, Task
+from jfi.data.setting_types import Size, check_bounds
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
 from jfi.utils.files import absolute_path
 
@@ -29,34 +30,10 @@ SID = "sid"
 #: The column of weights among `SortedEvents.targets`, and what precedes the name of a label that is not the first.
 WEIGHT, LABEL = "weight", "label_"
 Batching = Literal["sample", "user"]
-Task = Literal["binary", "regression"]
 Of = Literal["user", "item", "event", "context"]
 FeatureType = Literal["category", "number"]
 #: The settings that name tables.
 FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
-
-
-@dataclass
-class LabelConfig:
-    """A label.
-
-    Args:
-        name: letters, digits and underscores. With several, metrics, columns of predictions and scores of a request
-            have it.
-        label: a column or a rule, as `data.label`.
-        task: "binary"; "regression" for a column of real numbers, which the model predicts by their squared error; or
-            "auxiliary" for a binary label whose loss alone matters, which helps to train the model: it is not
-            predicted, no metric reads it, and a row that lacks it does not count in its loss.
-        weight: weight of its loss in the sum over all labels, positive.
-    """
-
-    name: str
-    label: str
-    task: Task | Literal["auxiliary"] = "binary"
-    weight: Positive = 1.0
-
-    def __post_init__(self) -> None:
-        check_bounds(self, f"data.labels '{self.name}': ", DataError)
 
 
 @dataclass
@@ -130,11 +107,14 @@ class DataConfig:
         item: column of the item's id, which is also the key of the target.
         timestamp: column of the time: a number, or a date and time.
         timestamp_unit: unit of a numeric timestamp.
+        samples: a rule such as `event == view`, of the form of a label's: only rows where it holds are samples. All
+            rows are events of histories and statistics. None means every row with a label.
         label: a column of 0 and 1, or a rule such as `rating >= 4` or `action in [buy, cart] and price > 0`, with the
             operators ==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...) and parentheses. A row with an
             empty label is only part of histories. None means implicit feedback: every row is a positive. The label's
             columns can be user or item columns only if the table `users` or `items` has them. It is the short form of
-            `labels: [{name: label, label: RULE}]`.
+            `labels: [{name: label, label: RULE}]`. A label of what comes later is a window, such as
+            `{event: event == buy, within: 1 h, of: item}`.
         labels: labels that one model predicts at once, in place of `label`. A row is a sample if it has the first
             one that is not auxiliary; where it lacks another, that one counts in no loss or metric.
         weight: column of the weight of a row in the loss, a positive number, or None. A sampled negative has that of
@@ -205,7 +185,8 @@ class DataConfig:
     item: str = "item_id"
     timestamp: str = "timestamp"
     timestamp_unit: Literal["s", "ms", "us", "ns"] = "s"
-    label: str | None = None
+    samples: str | None = None
+    label: str | LabelWindow | None = None
     labels: list[LabelConfig] = field(default_factory=list)
     weight: str | None = None
     negatives: Annotated[int, Meta(ge=0, lt=2**31)] = 4
@@ -242,7 +223,8 @@ class DataConfig:
     def targets(self) -> list[LabelConfig]:
         """The labels that the model predicts: those of `labels`, or `label` as one named "label"."""
         found = [one for one in self.labels if one.task != "auxiliary"]
-        return found or [LabelConfig("label", self.label)]  # type: ignore[arg-type] # None: no label
+        task: Task = "regression" if isinstance(self.label, LabelWindow) and self.label.value is not None else "binary"
+        return found or [LabelConfig("label", self.label, task)]  # type: ignore[arg-type] # None: no label
 
     def auxiliary_labels(self) -> list[LabelConfig]:
         """The labels that only the loss of the training rows reads."""
@@ -263,6 +245,34 @@ class DataConfig:
     def labels_of(self, label: Any, targets: dict[str, Any]) -> list[Any]:
         """The column of each of `trained_labels()`, of the first label and `SortedEvents.targets`."""
         return [label, *(targets[name] for name in self.further_labels())]
+
+    def label_windows(self) -> dict[str, LabelWindow]:
+        """The trained labels that are windows, by the name of their column."""
+        names = ["label", *self.further_labels()]
+        labels = {name: one.label for name, one in zip(names, self.trained_labels(), strict=True)}
+        return {name: one for name, one in labels.items() if isinstance(one, LabelWindow)}
+
+    @property
+    def is_raw_log(self) -> bool:
+        """Whether a rule says which rows are samples, or labels are of what comes later."""
+        return self.samples is not None or bool(self.label_windows())
+
+    @property
+    def label_delay(self) -> float:
+        """The seconds after a row at which the first label is known."""
+        first = self.targets()[0].label
+        return first.seconds if isinstance(first, LabelWindow) else 0.0
+
+    def window_columns(self) -> list[str]:
+        """The columns of interactions that rows of label windows have in common."""
+        found = dict.fromkeys(one.of for one in self.label_windows().values() if one.of not in (USER, ITEM, SESSION))
+        return [name for name in found if self.items is None or name not in self.names("item", "category")]
+
+    def sample_columns(self) -> list[str]:
+        """The columns that the rule `samples` compares."""
+        from jfi.data.schema.rules import parse_rule
+
+        return [] if self.samples is None else parse_rule(self.samples).columns
 
     def interaction_settings(self) -> list[str]:
         """The settings that name the interactions, by split with `split: files`."""
@@ -358,7 +368,8 @@ class DataConfig:
         tables = (("user", self.users), ("item", self.items))
         apart = {of for of, table in tables if of_interactions and table is not None}
         given = (self.request_id, self.split_column, self.weight, *self.engagement_columns())
-        columns = {self.user, self.item, self.timestamp, *self.label_columns()}
+        columns = {self.user, self.item, self.timestamp, *self.label_columns(), *self.sample_columns()}
+        columns.update(self.window_columns())
         columns.update(name for name in (*given, None if "item" in apart else self.title) if name is not None)
         columns.update(one.name for one in self.features if not one.cross and one.of not in apart)
         columns -= set() if self.statistics == "auto" else {*self.statistics_columns()}

@@ -5,7 +5,8 @@ import math
 
 from jfi.data.config import AGE, HISTORY, SID, DataConfig, FeatureConfig
 from jfi.data.errors import DataError
-from jfi.data.schema.rules import only_column, parse_rule
+from jfi.data.labels import LabelWindow
+from jfi.data.schema.rules import label_columns, only_column, parse_rule
 from jfi.events.groups import BY_CATEGORY
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 from jfi.utils.errors import suggest
@@ -123,7 +124,10 @@ def _check_roles(config: DataConfig) -> None:
     engagement = {name: getattr(config, name) for name in ("dwell", "surface", "session")}
     rules = {f"labels[{index}]": one.label for index, one in enumerate(config.labels)}
     rules |= {} if config.label is None else {"label": config.label}
-    losses = {setting: only_column(label) or parse_rule(label).root for setting, label in rules.items()}
+    losses = {
+        setting: str(label) if isinstance(label, LabelWindow) else only_column(label) or parse_rule(label).root
+        for setting, label in rules.items()
+    }
     for roles in (keys | {"weight": config.weight} | losses, keys | engagement):
         seen: dict[object, str] = {}
         for role, column in roles.items():
@@ -169,8 +173,20 @@ def _check_targets(config: DataConfig) -> None:
             raise DataError(f"{key}.name is '{one.name}'; it must be of letters, digits and _, a letter first")
         if names.count(one.name) > 1:
             raise DataError(f"data.labels has the name '{one.name}' twice; names must differ")
-        if one.task == "regression" and only_column(one.label) is None:
+        if isinstance(one.label, LabelWindow):
+            if (one.task == "regression") != (one.label.value is not None):
+                what = "a label with a value is of task regression, one without is not"
+                raise DataError(f"{key}.task is {one.task}, and label '{one.label}': {what}")
+        elif one.task == "regression" and only_column(one.label) is None:
             raise DataError(f"label '{one.label}' is a rule; with task regression it must be a column of numbers")
+    for window in config.label_windows().values():
+        label_columns(window)
+        if window.of in (config.user, config.timestamp):
+            raise DataError(f"data.label.of is '{window.of}'; it must be item, session, user or a column of rows")
+    if config.samples is not None:
+        parse_rule(config.samples)
+        if config.is_implicit:
+            raise DataError("data.samples is set, but no label; name a label, or the rows of histories by data.history")
     if config.policy is not None and config.dwell is None and config.surface is None and config.prepared is None:
         raise DataError("data.policy is set, but neither data.dwell nor data.surface; it goes by them")
 

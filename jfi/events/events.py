@@ -26,6 +26,7 @@ class SortedEvents:
         split: `[E]` int8, the index in `splits.SPLITS`.
         rows: `[H]` integers, ascending, the rows that histories consist of; None if all are.
         targets: what the loss reads in addition to the label, `[E]` float32 by `DataConfig.target_names`.
+        label_delay: seconds after a row's time within which rows can change its label; it is known later than that.
 
     Example:
         >>> user, time = np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0])
@@ -41,6 +42,7 @@ class SortedEvents:
     split: np.ndarray
     rows: np.ndarray | None = None
     targets: dict[str, np.ndarray] = field(default_factory=dict)
+    label_delay: float = 0.0
 
     def __len__(self) -> int:
         return len(self.user)

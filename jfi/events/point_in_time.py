@@ -7,7 +7,8 @@ split, with their labels. Rows of its own time are not in it, so that neither is
 `PastIndex` has the rows sorted by key and time, and prefix sums over them; `Tallies` looks up queries. Sets of rows
 that are counted:
 
-    labeled             rows with a label; of implicit feedback all rows
+    labeled             rows with a label; of implicit feedback all rows. A label of what comes later is known, and its
+                        row in this set, once the window is over, `SortedEvents.label_delay` after the row
     history             the events of histories, which `data.history` chooses
 
 Keys are tuples of parts, such as `("user", "item")` or `("user", "column genres")`. A row or a
@@ -125,6 +126,8 @@ class PastIndex:
     @cached_property
     def sets(self) -> dict[RowSet, RowSet]:
         """For each set of rows the first one of those that have the same rows: sorted once, searched once."""
+        if self.events.label_delay:  # what is older differs
+            return {"history": "history", "labeled": "labeled"}
         are_labeled = self.is_implicit or sum(map(len, self.rows("labeled"))) == len(self.events)
         return {"history": "history", "labeled": "history" if self.events.rows is None and are_labeled else "labeled"}
 
@@ -146,6 +149,10 @@ class PastIndex:
         if "moments" in self.arrays:
             return self.arrays["moments"][events].astype(np.int64)
         return np.searchsorted(times, self.events.time[events])
+
+    def known_moment(self, seconds: np.ndarray) -> np.ndarray:
+        """`[B]` int64, the number of moments whose labels are known strictly before times `[B]`."""
+        return np.searchsorted(self.times + self.events.label_delay, seconds)
 
     def rows(self, rows: RowSet) -> Iterator[np.ndarray]:
         """Yields the events that a set of rows consists of, int64 ascending, a block at a time."""
@@ -263,6 +270,8 @@ class Tallies:
             self.moment = np.searchsorted(index.times, queries.seconds)
         else:
             self.moment = index.moment(queries.events)
+        #: What is older than this moment has a label that is known; of a label of the row itself the same one.
+        self.known = index.known_moment(queries.seconds) if index.events.label_delay else self.moment
         self._keys: dict[Key, np.ndarray] = {}
         self._older: dict[str, list[Older]] = {}
 
@@ -270,8 +279,8 @@ class Tallies:
         """The ranges of older rows, for each value of a target with several ones."""
         name = self.index.name(rows, key)
         if name not in self._older:
-            past = self.index.past(rows, key)
-            self._older[name] = [past.older(one, self.moment) for one in self.keys(key).T]
+            past, moment = self.index.past(rows, key), self.known if rows == "labeled" else self.moment
+            self._older[name] = [past.older(one, moment) for one in self.keys(key).T]
         return self._older[name]
 
     def keys(self, key: Key) -> np.ndarray:

@@ -57,7 +57,8 @@ def co_occurrence(tallies: Tallies, window: int) -> np.ndarray:
         if events.rows is not None:  # values of another type would convert all of the array
             found = np.searchsorted(events.rows, rows.astype(events.rows.dtype))
             found = np.minimum(found, len(events.rows) - 1)
-        position = np.where((events.rows_at(found) == rows) & (events.item[rows] == item), found, -1)
+        is_own = (events.rows_at(found) == rows) & (events.item[rows] == item) & (events.label_delay == 0)
+        position = np.where(is_own, found, -1)
     if rows is None:
         (newest,) = (one.newest(window) for one in tallies.older("history", ("user",)))
         start, lengths = newest.first, newest.end - newest.first
@@ -76,14 +77,19 @@ def co_occurrence(tallies: Tallies, window: int) -> np.ndarray:
                 if with_labels:
                     agreed = index.arrays[f"{name}: agreement"][own_pairs]
             else:
-                older = pairs.older(_pair(item[part].repeat(count), other, index.num_items), now)
+                pair = _pair(item[part].repeat(count), other, index.num_items)
+                older = pairs.older(pair, now)
                 found = older.count
                 if with_labels:
+                    older = pairs.older(pair, tallies.known[part].repeat(count)) if events.label_delay else older
                     agreed = older.sum(index.arrays[f"{name}: products"])
             weight = found / np.sqrt(np.maximum(of_target[part].repeat(count) * alone.older(other, now).count, 1))
             agreement, label = agreed / (found + _FEW_PAIRS), events.label[event]
+            if events.label_delay:
+                is_known = events.time[event] + events.label_delay < tallies.seconds[part].repeat(count)
+                label = np.where(is_known, label, np.nan)
             labeled, liked = ~np.isnan(label), np.nan_to_num(label)
-            surprising = 0.0 if surprise is None else surprise[event]
+            surprising = 0.0 if surprise is None else surprise[event] * labeled
             sample = np.arange(len(part)).repeat(count)
             for i, values in enumerate((weight, weight * labeled, weight * liked, agreement * surprising)):
                 sums[i, part] = np.bincount(sample, weights=values, minlength=len(part))

@@ -115,6 +115,9 @@ def _check(run: RunFolder, config: Config) -> None:
         raise ConfigError(f"{name}: the run was started with torchrun; --follow needs one without")
     if config.data.is_implicit:
         raise ConfigError(f"{name}: data.label is null, and --follow draws no negatives; name a label")
+    if config.data.is_raw_log:
+        what = "data.samples and labels with a window (within) are of tables; --follow makes none"
+        raise ConfigError(f"{name}: {what}; train a new run on the grown log")
     for table in ("users", "items"):  # as the command line names them
         if (paths := getattr(config.data, table)) is not None:
             find_files(paths, f"data.{table}", config.data.delimiter)

@@ -85,7 +85,7 @@ def schema_of(
         user_id=config.user,
         item_id=config.item,
         item_columns=[one.name for one in items if one.name != config.item] + numbers,
-        label=config.targets()[0].label,
+        label=None if config.is_implicit else str(config.targets()[0].label),
         history=config.history,
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 from jfi.data import DataConfig, DataError, DataSchema
 from jfi.data.config import FeatureConfig
 from jfi.data.io.blocks import find_interactions, read_table
+from jfi.data.labels import LabelWindow
 from jfi.data.prepared.event_logs import read_log
 from jfi.data.prepared.prepare import Stages, read_and_sort, sorted_events
 from jfi.data.prepared.stages.columns import Columns
@@ -39,7 +40,7 @@ from jfi.state.layout import (
     user_key,
 )
 from jfi.state.state import write_layout
-from jfi.state.stores import Store
+from jfi.state.stores import StateError, Store
 from jfi.state.table_rows import read_times
 from jfi.state.tables import read_semantic_ids, write_columns_of_log, write_tables
 from jfi.state.user_rows import is_ahead
@@ -99,7 +100,13 @@ def layout_of_run(requests: Schema, config: DataConfig, schema: DataSchema, read
         config: the section `data` of the run.
         schema: of the run.
         reads_labels: whether rows with a label are told from others, which statistics do in any case.
+
+    Raises:
+        StateError: it needs labels of rows that a state does not make.
     """
+    if config.is_raw_log and (requests.statistics is not None or reads_labels):
+        what = "data.samples and labels with a window (within) are of tables; a state has no statistics of them"
+        raise StateError(f"{what}; train with data.statistics: [] for a model whose users have a state")
     log = log_of(config, schema)
     if requests.statistics is None and not reads_labels:
         log = msgspec.structs.replace(log, label=None)
@@ -124,7 +131,8 @@ def log_of(config: DataConfig, schema: DataSchema) -> Log:
         others.append(Column(name, kind, settings.max_slots if kind == "texts" else 1))
     own = settings.user, settings.item, settings.timestamp, settings.timestamp_unit
     texts = settings.missing_values, settings.separators(), settings.null_ids
-    return Log(*own, label.label, label.task, settings.history, settings.event_id, others, *texts)
+    rule = None if isinstance(label.label, LabelWindow) else label.label  # no state reads a window
+    return Log(*own, rule, label.task, settings.history, settings.event_id, others, *texts)
 
 
 def counter_records(counters: StateCounters, config: DataConfig, schema: DataSchema) -> Iterator[tuple[bytes, bytes]]:
@@ -164,6 +172,7 @@ def _log_settings(config: DataConfig, requests: Schema, layout: EventLayout, of_
         config,
         features=features,
         users=None,
+        samples=None,
         label=layout.log.label,
         labels=[],
         weight=None,

@@ -208,6 +208,7 @@ def _override(tree: dict, option: str, value: str, hint: object, lines: _Lines) 
         is_text = root.tag.rpartition(":")[2] not in _TYPES or root.value != value.strip()
     else:  # a text may look like a block, as "::" does; a list in brackets is one where the setting takes lists
         takes_list = isinstance(root, yaml.SequenceNode) and root.flow_style and list in map(typing.get_origin, kinds)
+        takes_list |= isinstance(root, yaml.MappingNode) and any(map(dataclasses.is_dataclass, kinds))
         is_text = root is None or (isinstance(root, yaml.CollectionNode) and str in kinds and not takes_list)
     if is_text:
         root = yaml.ScalarNode(_TEXT, value)  # as it is written: a command line has no comments, blocks or anchors
@@ -256,8 +257,10 @@ def _copy_hint(path: str) -> str:
 def _read(old: object, node: yaml.Node, hint: typing.Any, key: str, source: _Source) -> typing.Any:
     """Returns the value of a setting; of a dataclass the given settings, by name, in addition to the `old` ones."""
     source.lines[key] = source.line(node) if source.is_file else ""
+    if isinstance(node, yaml.MappingNode):
+        hint = next((one for one in _kinds(hint) if dataclasses.is_dataclass(one)), hint)
     if dataclasses.is_dataclass(hint):
-        known, tree = fields(hint), dict(old or {})  # type: ignore[call-overload]
+        known, tree = fields(hint), dict(old if isinstance(old, dict) else {})  # type: ignore[call-overload]
         for name, value in _pairs(node, key, source).items():
             inner = f"{key}.{name}" if key else name
             if name not in known:

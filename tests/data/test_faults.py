@@ -31,6 +31,12 @@ def test_the_table_of_these_tests_is_right(write):
     assert load_dataset(config).num_samples("test") == 2
 
 
+NO_DATE = (
+    "neither a number nor a date; a date is of ISO 8601, such as 2020-01-31 23:59:00, and may end in an offset such as "
+    "+01:00, Z or UTC"
+)
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
@@ -40,11 +46,16 @@ def test_the_table_of_these_tests_is_right(write):
             "r.csv:8: 'rating' is 'NULL', not a number; data.missing_values lists texts that mean a missing value, "
             "such as [NULL]",
         ),
+        (
+            [*ROWS, '3,1,"1,060.45",70'],
+            "r.csv:8: 'rating' is '1,060.45', not a number; a number has digits and one decimal point, without signs "
+            "for thousands or a currency, such as 1060.45",
+        ),
         (["", *ROWS[:2], "", "3,1,good,70", *ROWS], "r.csv:6: 'rating' is 'good', not a number"),
-        ([*ROWS, "3,1,5,noon"], "r.csv:8: 'timestamp' is 'noon', neither a number nor a date"),
+        ([*ROWS, "3,1,5,23.03.2026 21:33"], f"r.csv:8: 'timestamp' is '23.03.2026 21:33', {NO_DATE}"),
         (
             ["1,1,5,2020-01-01", "1,2,5,2020-01-02", "1,3,5,noon"],
-            "r.csv:4: 'timestamp' is 'noon', neither a number nor a date",
+            f"r.csv:4: 'timestamp' is 'noon', {NO_DATE}",
         ),
         (["1,1,5,2020-01-01", "1,2,5,77"], "r.csv:3: 'timestamp' is '77', a number; the first value is a date"),
         ([*ROWS, "3,1,5,"], "r.csv:8: empty 'timestamp'"),

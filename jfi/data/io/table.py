@@ -1,6 +1,7 @@
 """A table as read from files: its columns as texts, numbers or times, with the line of every fault."""
 
 import logging
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ BLOCK = 1 << 18
 _NUMBER, _MOMENT, _ZONED = pa.float64(), pa.timestamp("us"), pa.timestamp("us", "UTC")
 #: Texts by which programs write a missing value.
 _MARKS = pa.array(["\\N", "NULL", "null", "nan", "NaN", "NAN", "None", "NA", "N/A", "<NA>"], TEXT)
+_FORMS = "; a date is of ISO 8601, such as 2020-01-31 23:59:00, and may end in an offset such as +01:00, Z or UTC"
 # A value longer than this is cut in messages.
 _SHOWN = 80
 
@@ -201,6 +203,9 @@ class SourceRows:
             value = _show(column[row])
             if not advice and self.reading.is_configured and value in _MARKS.to_pylist():
                 advice = f"; data.missing_values lists texts that mean a missing value, such as [{value}]"
+            if re.search(r"\d[.,]\d", value):
+                advice += "; a number has digits and one decimal point, without signs for thousands or a currency"
+                advice += ", such as 1060.45"
             raise self.fault(row, f"'{name}' is '{value}', not a number{advice}")
         numbers = numbers.to_numpy(zero_copy_only=False)
         missing = finite_numbers(self.reading.missing_values)
@@ -241,7 +246,7 @@ class SourceRows:
             times, row = _convert(partial(_as_time, kind=first), column)
             if row is not None:
                 alone = _kind(column[row : row + 1])
-                what = "neither a number nor a date" if alone is None else _differs(alone, first)
+                what = f"neither a number nor a date{_FORMS}" if alone is None else _differs(alone, first)
                 raise self.fault(row, f"'{name}' is '{_show(column[row])}', {what}")
             times = times.to_numpy(zero_copy_only=False)
             seconds = times / (PER_SECOND[unit] if kind == _NUMBER else 1e6)

@@ -46,6 +46,7 @@ from jfi.data.prepared.stages.sort import (
 )
 from jfi.data.prepared.stages.splits import SPLITS, choose_samples
 from jfi.data.prepared.stages.statistics import compute_statistics
+from jfi.data.prepared.stages.windows import make_labels, read_left_out
 from jfi.data.prepared.store import BY_ITEM, EVENTS, event_table, open_prepared, write_files
 from jfi.data.prepared.summary import summarize
 from jfi.data.schema.schema import DataSchema
@@ -137,6 +138,7 @@ def read_and_sort(given: SourceTables, stages: "Stages", check: bool = True) -> 
     with stages.run("rows", 2 * count, "sort") as advance:
         if advance is not None:
             sort_rows(work, config, memory, advance)
+            make_labels(work, given)
     remove_columns(work / "read")
     with stages.run("order", 2 * count, "split") as advance:
         if advance is not None:
@@ -160,7 +162,7 @@ def sorted_events(
         histories = write_true_rows(work / SCRATCH / "histories", columns["event"])
     targets = {name: columns[name] for name in config.target_names()}
     user, item, time, label = (columns[name] for name in ("user", "item", "time", "label"))
-    return SortedEvents(user, item, time, label, split, histories, targets)
+    return SortedEvents(user, item, time, label, split, histories, targets, config.label_delay)
 
 
 def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, durable: bool) -> DataSchema:
@@ -180,7 +182,7 @@ def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, d
     known[items] = True
     (folder := work / SCRATCH / "samples").mkdir()
     writer, negatives = ColumnWriter(folder, dict.fromkeys(SPLITS, index_type(len(order)))), None
-    choose_samples(events, order, known, config, writer.append)
+    columns.notes.extend(read_left_out(work) + choose_samples(events, order, known, config, writer.append))
     writer.close()
     if config.is_implicit:
         write_arrow(out / BY_ITEM, {"event": np.zeros(len(order), index_type(len(order)))})

@@ -25,6 +25,7 @@ from jfi.data.io.blocks import (
 )
 from jfi.data.io.paths import File
 from jfi.data.io.table import SourceRows
+from jfi.data.labels import SESSION
 from jfi.data.prepared.prepare import Stages, sorted_events
 from jfi.data.prepared.stages.column_files import SCRATCH, new_map, read_columns, remove_columns, write_true_rows
 from jfi.data.prepared.stages.columns import Columns, read_engagement
@@ -32,6 +33,7 @@ from jfi.data.prepared.stages.encode_columns import encode_dense, encode_feature
 from jfi.data.prepared.stages.read import RowReader, open_tables
 from jfi.data.prepared.stages.sort import ROW, read_ids, sort_rows
 from jfi.data.prepared.stages.statistics import compute_statistics
+from jfi.data.prepared.stages.windows import make_labels
 from jfi.data.schema.columns import Categorical
 from jfi.data.schema.schema import DataSchema, as_array
 from jfi.events.events import first_rows, order_by_item, user_blocks
@@ -167,6 +169,8 @@ class ScoringRows:
             return
         with stages.run("rows", 2 * reader.rows, "sort") as advance:
             sort_rows(folder, config, memory, advance)
+            repeated = _repeated_rows(read_columns(folder / "rows")) if config.label_windows() else None
+            make_labels(folder, self._tables, repeated)
         remove_columns(folder / "read")
         self._open(positives)
 
@@ -234,13 +238,8 @@ class ScoringRows:
             self._repeated = np.flatnonzero(columns["split"] != HISTORY)
             event[self._repeated] = 0
             return write_true_rows(self._folder / SCRATCH / "histories", event)
-        repeated = []
-        for begin, end in user_blocks(first_rows(columns["user"])):
-            keys = [columns[name][begin:end] for name in ("user", "time", "item")]
-            again = _find_repeated(keys, columns["split"][begin:end] == HISTORY)
-            event[begin:end][again] = 0
-            repeated.append(begin + np.flatnonzero(again))
-        self._repeated = np.concatenate(repeated)
+        self._repeated = _repeated_rows(columns)
+        event[self._repeated] = 0
         if len(self._repeated):
             what = "rows to score are in the history too; each counts as one event"
             _log.warning("%s %s", f"{len(self._repeated):,}", what)
@@ -266,7 +265,8 @@ class ScoringRows:
         happened, which is an input of later rows alone; and in the history those of contexts, which are inputs of the
         rows to score alone.
         """
-        config, label = self._config, {*self._config.label_columns(), self._config.weight}
+        config = self._config
+        label = {*config.label_columns(), *config.sample_columns(), *config.window_columns(), config.weight}
         for name in (config.user, config.item, config.timestamp):  # before columns that the file lacks are known too
             table.require(name)
         optional = self._wanted - {config.user, config.item, config.timestamp}
@@ -320,6 +320,7 @@ def _config_of(config: DataConfig, sources: Sources, has_policy: bool, trains: b
         changes |= {"weight": None, "labels": config.targets() if config.labels else []}
     if not has_policy:  # nothing else reads these columns
         reads_sessions = not {*SESSIONS}.isdisjoint(config.statistics_groups())
+        reads_sessions |= any(one.of == SESSION for one in config.label_windows().values())
         changes |= {"dwell": None, "surface": None, "session": config.session if reads_sessions else None}
     return replace(config, **changes)
 
@@ -355,6 +356,15 @@ def _with_candidates(items: pa.Array, schema: DataSchema, is_table: bool) -> tup
     is_known = np.zeros(len(items), bool)
     is_known[candidates] = True
     return items, candidates, is_known
+
+
+def _repeated_rows(columns: dict[str, np.ndarray]) -> np.ndarray:
+    """`[R]` int64, the sorted rows to score that the history has too."""
+    repeated = [np.zeros(0, np.int64)]
+    for begin, end in user_blocks(first_rows(columns["user"])):
+        keys = [columns[name][begin:end] for name in ("user", "time", "item")]
+        repeated.append(begin + np.flatnonzero(_find_repeated(keys, columns["split"][begin:end] == HISTORY)))
+    return np.concatenate(repeated)
 
 
 def _find_repeated(keys: list[np.ndarray], history: np.ndarray) -> np.ndarray:

@@ -189,7 +189,8 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
     columns = tables["event"]
     histories = None if config.history is None else _numpy(_read(folder / "histories.arrow")["event"])
     own = [_numpy(columns[name]) for name in ("user", "item", "time", "label", "split")]
-    events = SortedEvents(*own, histories, {name: _numpy(columns[name]) for name in config.target_names()})
+    targets = {name: _numpy(columns[name]) for name in config.target_names()}
+    events = SortedEvents(*own, histories, targets, config.label_delay)
     ids = _features(schema, tables)
     negatives = None
     if config.is_implicit:

@@ -333,7 +333,8 @@ def _warn_of_raw_events(arrays: Arrays, schema: DataSchema, columns: Columns) ->
         f"{of_positives:.1%} of the positives of training, but {of_negatives:.1%} of the negatives, come within "
         f"{_SOON // 60} minutes after another event of the same user and item. If the label is the kind of a row, such "
         "as a purchase among views, metrics are too good, and scores of items not yet viewed useless: make the views "
-        "the samples, label each by what happens later, and leave the label of all other rows empty"
+        "the samples, such as data.samples: event == view, and label each by what comes later, such as data.label: "
+        "{event: event == buy, within: 1 h, of: item}"
     ]
 
 

@@ -25,6 +25,7 @@ import pyparsing as pp
 
 from jfi.data.errors import DataError
 from jfi.data.io.table import SourceRows
+from jfi.data.labels import COUNT, LabelWindow
 from jfi.utils.encoding import LARGEST_NUMBER, text_of
 
 OPERATORS = "==, !=, >=, <=, >, <, in [...], not in [...], and, or, not (...)"
@@ -148,12 +149,14 @@ def only_column(text: str) -> str | None:
         return None
 
 
-def label_columns(label: str) -> list[str]:
-    """The column that a label names, or those that its rule compares.
+def label_columns(label: str | LabelWindow) -> list[str]:
+    """The column that a label names, or those that its rule compares, and of a window also that of its value.
 
     Raises:
         DataError: the label is neither a column nor a rule.
     """
+    if isinstance(label, LabelWindow):
+        return [*parse_rule(label.event).columns, *([label.value] if label.value not in (None, COUNT) else [])]
     column = only_column(label)
     return parse_rule(label).columns if column is None else [column]
 
@@ -246,6 +249,13 @@ def _grammar() -> tuple[pp.ParserElement, pp.ParserElement]:
 _RULE, _COLUMN = _grammar()
 
 
+def read_window(table: SourceRows, window: LabelWindow) -> np.ndarray:
+    """`[N]` float64, what each row adds to the labels of rows before it; NaN where an empty field leaves it open."""
+    holds = parse_rule(window.event).holds(table)
+    values = table.numbers(window.value) if window.value not in (None, COUNT) else 1.0
+    return np.where(holds == 1, np.nan_to_num(values), holds).astype(np.float64)
+
+
 def read_labels(table: SourceRows, label: str | None, task: str) -> np.ndarray:
     """`[N]` float32, 0 or 1, or NaN for a row that is history only.
 
@@ -285,14 +295,14 @@ def check_held(
 
     Args:
         name: of the whole table, for messages.
-        setting: "label" or "history".
+        setting: "label", or that of a rule for samples or events.
         rule: its value; a column alone is not checked.
         counts: the number of rows where the rule does not hold and of those where it does.
         tables: gives the parts of the table, which are read again to show the values of the rule's columns.
     """
     if rule is None or only_column(rule) is not None or not sum(counts):
         return
-    what = "positive" if setting == "label" else "an event"
+    what = {"label": "positive", "samples": "a sample"}.get(setting, "an event")
     if not counts[1]:
         fault = f"none of the {sum(counts)} rows is {what}"
     elif not counts[0] and setting == "label":

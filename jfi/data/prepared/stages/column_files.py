@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -52,8 +53,8 @@ class ColumnWriter:
         (self._folder / _INDEX).write_text(json.dumps(index))
 
 
-def read_columns(folder: Path) -> dict[str, np.ndarray]:
-    """The columns of a complete folder, as maps of their files.
+def read_columns(folder: Path, mode: Literal["r", "r+"] = "r") -> dict[str, np.ndarray]:
+    """The columns of a complete folder, as maps of their files; with the mode "r+" as maps that write to them.
 
     Raises:
         DataError: a column is not one of numbers.
@@ -62,7 +63,7 @@ def read_columns(folder: Path) -> dict[str, np.ndarray]:
     if strange := [kind for kind, _ in index.values() if np.dtype(kind).kind not in "iufb"]:  # objects are pointers
         raise DataError(f"{folder / _INDEX}: damaged: a column has the type {strange[0]!r}")
     return {
-        name: np.memmap(folder / file_name(i), kind, "r", shape=(length,)) if length else np.empty(0, kind)
+        name: np.memmap(folder / file_name(i), kind, mode, shape=(length,)) if length else np.empty(0, kind)
         for i, (name, (kind, length)) in enumerate(index.items())
     }
 

@@ -19,10 +19,11 @@ from jfi.data.io.arrays import is_list
 from jfi.data.io.blocks import DROP, describe_left_out, find_interactions, name_files, read_files, read_table
 from jfi.data.io.paths import File
 from jfi.data.io.table import SourceRows, of_other_kind
+from jfi.data.labels import LabelConfig, LabelWindow
 from jfi.data.prepared.stages.column_files import ColumnWriter, map_arrow, write_arrow
 from jfi.data.prepared.stages.splits import named_splits
 from jfi.data.schema.columns import Dictionary, flat_lists
-from jfi.data.schema.rules import check_held, describe_values, only_column, parse_rule, read_labels
+from jfi.data.schema.rules import check_held, describe_values, only_column, parse_rule, read_labels, read_window
 from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.utils.jagged import blocks
 
@@ -83,6 +84,8 @@ def open_tables(config: DataConfig, setting: str = "data.semantic_ids") -> Sourc
 
 
 _VALUES, _WARNINGS = "values.json", "warnings.json"
+#: What precedes the name of a label among the columns of what rows add to the labels of rows before them.
+ADDED = "added to "
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class RawColumn:
 def raw_columns(config: DataConfig) -> list[RawColumn]:
     """The columns that are read from the interactions, whether of events or, without tables, of users and items."""
     categories = [*config.names("event", "category"), *config.names("context", "category")]
-    categories += [name for name in (config.surface, config.session) if name is not None]
+    categories += [name for name in (config.surface, config.session, *config.window_columns()) if name is not None]
     numbers = [*config.names("event", "number"), *config.names("context", "number")]
     numbers += [] if config.dwell is None else [config.dwell]
     if config.users is None:
@@ -150,7 +153,7 @@ class RowReader:
         self.config, self.folder, self.rows = config, folder, 0
         #: Rows without an id that are not among `rows`.
         self.left_out = 0
-        self.labels, self.events = np.zeros((len(config.trained_labels()), 2), np.int64), 0
+        self.labels, self.events, self.samples = np.zeros((len(config.trained_labels()), 2), np.int64), 0, 0
         #: The values that no row has so far, after the setting, the rule and the column that they are compared with.
         self.absent: list[tuple[str, str, str, str]] | None = None
         self._columns = raw_columns(config)
@@ -159,6 +162,7 @@ class RowReader:
         self._lists = {} if lists is None else {column.name: column.name in lists for column in categories}
         types: dict[str, type] = {"user": np.int32, "item": np.int32, "time": np.float64, "label": np.float32}
         types |= dict.fromkeys(config.target_names(), np.float32)
+        types |= {ADDED + name: np.float64 for name in config.label_windows()}
         types |= {"split": np.int8} if config.split in ("column", "files") else {}
         types |= {} if config.history is None else {"event": np.int8}
         types |= {} if config.request_id is None else {"group": np.int64}
@@ -196,7 +200,10 @@ class RowReader:
         """
         config = self.config
         for one, counts in zip(config.trained_labels(), self.labels, strict=True):
-            check_held(name, "label", one.label, counts, tables)
+            is_window = isinstance(one.label, LabelWindow)
+            setting, rule = ("label.event", one.label.event) if is_window else ("label", one.label)
+            check_held(name, setting, rule, counts, tables)
+        check_held(name, "samples", config.samples, (self.rows - self.samples, self.samples), tables)
         check_held(name, "history", config.history, (self.rows - self.events, self.events), tables)
         warnings = describe_left_out(name, self.rows, self.left_out)
         warnings += [
@@ -223,12 +230,20 @@ class RowReader:
         self._dictionaries["item"].add(table.ids(config.item, DROP))
         put("time", table.times(config.timestamp, config.timestamp_unit))
         first = config.targets()[0]
-        labels = read_labels(table, first.label, first.task)
+        labels = _labels_of(table, first)
+        if config.samples is not None:
+            is_sample = parse_rule(config.samples).holds(table) == 1
+            self.samples += int(is_sample.sum())
+            labels[~is_sample] = np.nan
         put("label", labels)
         targets = read_targets(table, config, labels)
         for name, column in targets.items():
             put(name, column)
-        self.labels += [[(column == value).sum() for value in (0, 1)] for column in config.labels_of(labels, targets)]
+        held = dict(zip(["label", *config.further_labels()], config.labels_of(labels, targets), strict=True))
+        for name, window in config.label_windows().items():
+            put(ADDED + name, added := read_window(table, window))
+            held[name] = np.abs(np.sign(added))  # NaN stays
+        self.labels += [[(column == value).sum() for value in (0, 1)] for column in held.values()]
         if config.split == "column":
             put("split", _given_splits(table, config.split_column))
         elif config.split == "files":
@@ -326,15 +341,24 @@ def read_targets(table: SourceRows, config: DataConfig, label: np.ndarray) -> di
             raise table.fault(row, f"weight '{config.weight}' is {shown}, must be positive and finite")
         found[WEIGHT] = np.where(is_wrong, np.float32(1), values)
     for name, one in config.further_labels().items():
-        found[name] = read_labels(table, one.label, one.task)
+        found[name] = _labels_of(table, one)
     return found
 
 
+def _labels_of(table: SourceRows, one: LabelConfig) -> np.ndarray:
+    """`[N]` float32, a label; of a window, which sorted rows are needed for, 0 for now, and NaN for no label."""
+    if isinstance(one.label, LabelWindow):
+        return (read_window(table, one.label) * 0).astype(np.float32)
+    return read_labels(table, one.label, one.task).copy()
+
+
 def _rules(config: DataConfig) -> list[tuple[str, str]]:
-    """The settings `label` and `history` that are rules, each with its rule."""
-    labels = [] if config.is_implicit else config.trained_labels()
-    rules = [("label", one.label) for one in labels if only_column(one.label) is None]
-    return rules if config.history is None else [*rules, ("history", config.history)]
+    """The settings that are rules, each with its rule."""
+    labels = [] if config.is_implicit else [one.label for one in config.trained_labels()]
+    rules = [("label.event", one.event) for one in labels if isinstance(one, LabelWindow)]
+    rules += [("label", one) for one in labels if isinstance(one, str) and only_column(one) is None]
+    others = {"samples": config.samples, "history": config.history}
+    return rules + [(setting, rule) for setting, rule in others.items() if rule is not None]
 
 
 def _given_splits(table: SourceRows, name: str) -> np.ndarray:

@@ -118,8 +118,10 @@ def choose_samples(
     known_items: np.ndarray,
     config: DataConfig,
     put: Callable[[str, np.ndarray], None],
-) -> None:
-    """Chooses the labeled events of each split.
+) -> list[str]:
+    """Chooses the labeled events of each split; returns a line of those that are left out, or none.
+
+    With `split: time` an event is no sample of training if the window of a label reaches into the time of validation.
 
     Without a label, held-out positives whose item is not in the training split are dropped, since negatives are items
     of the training split and the id of an unseen item would reveal a positive.
@@ -136,12 +138,17 @@ def choose_samples(
     """
     labeled, seen = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
     columns = config.labels_of(events.label, events.targets)
+    delay, purged = max([0.0, *(one.seconds for one in config.label_windows().values())]), 0
+    until = _begin(events) if config.split == "time" and delay else np.inf
     low, high = ({name: np.full(len(columns), bound) for name in SPLITS} for bound in (np.inf, -np.inf))
     for begin, end in blocks(len(order)):
         rows = order[begin:end]
         label, split = events.label[rows], events.split[rows]
         for i, name in enumerate(SPLITS):
             chosen = rows[(split == i) & ~np.isnan(label)]
+            if name == "train" and until < np.inf:
+                is_over = events.time[chosen] + delay < until
+                chosen, purged = chosen[is_over], purged + int(np.count_nonzero(~is_over))
             labeled[name] += len(chosen)
             if config.is_implicit:
                 chosen = chosen[known_items[events.item[chosen]]]
@@ -156,7 +163,8 @@ def choose_samples(
         raise DataError(f"label '{config.targets()[0].label}' is empty in every row")
     for name in SPLITS:
         if not labeled[name]:
-            raise DataError(f"the {name} split is empty: {total} labeled rows, split by {_how(config)}")
+            what = f"; the labels' windows of {purged} rows of training reach into validation" if purged else ""
+            raise DataError(f"the {name} split is empty: {total} labeled rows, split by {_how(config)}{what}")
         if config.is_implicit:
             dropped = f"dropped {labeled[name] - seen[name]} of {labeled[name]} positives of the {name} split"
             least = config.feature(config.item).min_count
@@ -172,6 +180,17 @@ def choose_samples(
             if least >= most and is_read:
                 what = f"are {least:g}" if least == most else "are empty"
                 raise DataError(f"label '{one.label}': all {labeled[name]} labels of the {name} split {what}")
+    what = "samples of training are left out: their label's window reaches into the time of validation"
+    return [f"{purged:,} of {purged + labeled['train']:,} {what}"] if purged else []
+
+
+def _begin(events: SortedEvents) -> float:
+    """The time of the first labeled event of validation."""
+    found = np.inf
+    for begin, end in blocks(len(events)):
+        is_sample = (events.split[begin:end] == _VALIDATION) & ~np.isnan(events.label[begin:end])
+        found = min(found, float(events.time[begin:end][is_sample].min(initial=np.inf)))
+    return found
 
 
 def _how(config: DataConfig) -> str:
