@@ -24,19 +24,21 @@ known one.
 
 def page() -> str:
     """Returns the text of docs/settings.md."""
-    parts = [HEAD]
+    parts, shown = [HEAD], set()
     for field in dataclasses.fields(Config):
-        parts += _section(field.name, typing.get_type_hints(Config)[field.name], field.default_factory())
+        parts += _section(shown, field.name, typing.get_type_hints(Config)[field.name], field.default_factory())
     return "\n".join(parts)
 
 
-def _section(path: str, section: type, defaults: object = None, use: str = "") -> Iterator[str]:
+def _section(shown: set[type], path: str, section: type, defaults: object = None, use: str = "") -> Iterator[str]:
     """Yields the section of a dataclass, and behind it those of the dataclasses in its fields.
 
-    `defaults` is the instance that a config has by default; None for entries of a list or a mapping. `use` says what
-    the field with the dataclass is for.
+    `shown` has the dataclasses that have a section, which entries of lists do not get again. `defaults` is the instance
+    that a config has by default; None for entries of a list or a mapping. `use` says what the field with the dataclass
+    is for.
     """
     intro, meanings = docstring(section)
+    shown.add(section)
     yield f"## {path}\n\n{use}{intro}\n\n| setting | value | default | meaning |\n|---|---|---|---|"
     inner, hints = [], fields(section)
     for field in dataclasses.fields(section):
@@ -53,7 +55,8 @@ def _section(path: str, section: type, defaults: object = None, use: str = "") -
         yield f"| `{field.name}` | {describe(kind)} | {default} | {meaning[0].upper()}{meaning[1:]} |"
     yield ""
     for one in inner:
-        yield from _section(*one)
+        if len(one) > 2 or one[1] not in shown:
+            yield from _section(shown, *one)
 
 
 def _default(field: dataclasses.Field) -> str:

@@ -151,9 +151,7 @@ def make_app(
         with admission:
             until = asyncio.get_running_loop().time() + deadline
             scores, scored = await app[LIVE].score(body, until)
-            answer = {"scores": scores}
-            if scored.version is not None:
-                answer["version"] = scored.version
+            answer = {"scores": scores} | ({} if scored.version is None else {"version": scored.version})
             if scored.stored is not None:
                 answer["state"] = scored.stored.answer()
         if app[_LOG] is not None:
