@@ -97,7 +97,8 @@ class Schema:
         user_id: name of the column of the user's id, whether the model reads it or not.
         item_id: name of the column of the item's id, likewise.
         item_columns: names of the fields of a candidate that are columns of the item, and not of the interaction.
-        label, history: the settings `data.label` of the first label and `data.history`, which a state was made by too.
+        label: the first label, as `data.label`; a state's statistics must be of the same one.
+        history: `data.history`; a state's histories must be of the same rule.
     """
 
     user: list[Field]
