@@ -22,7 +22,7 @@ BUDGET = {
     "modules": 2531,
     "ops": 2119,
     "semantic_ids": 1729,
-    "serving": 6254,
+    "serving": 6292,
     "state": 3968,
     "table1": 1135,
     "tables": 3175,

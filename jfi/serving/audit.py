@@ -239,10 +239,10 @@ class Audit:
         """Returns the likely cause of a difference that is neither late nor of a time zone."""
         kind, config = self._kind(name), self._rebuild.config.resolved()
         column = self._specs[name].column if name in self._specs else name
-        if kind in ("id", "context"):
+        if kind in ("id", "context") or (kind.startswith("column") and column in asked.columns):
             return "dictionary: the request has the text, and its id differs"
         if kind.startswith("column"):
-            return f"{kind} that the request gives" if column in asked.columns else f"{kind} in the state is another"
+            return f"{kind} in the state is another"
         if kind == "history" and not {AGE, LENGTH, WEIGHTS} & {*own}:
             if column == config.item:
                 return "dictionary: the same events have other ids"

@@ -1,7 +1,7 @@
 """Rebuilds by the training code what a model reads of logged requests: a row of a table for each candidate."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.data import Batch, DataConfig, DataSchema
 from jfi.data.io.blocks import count_rows, find_table, read_files
@@ -17,9 +19,10 @@ from jfi.data.io.paths import File
 from jfi.data.prepared.scoring import ScoringRows, Sources
 from jfi.data.prepared.stages.column_files import new_map
 from jfi.data.prepared.stages.encode_columns import has_lists
+from jfi.data.schema.columns import CodedColumn, encode
 from jfi.history_policies import Policy
 from jfi.serving.request_log import LENGTH, WEIGHTS, Line, digest, user_of
-from jfi.utils.encoding import PER_SECOND, text_of
+from jfi.utils.encoding import PER_SECOND, standardize, text_of
 from jfi.utils.files import temporary_folder
 from jfi.utils.jagged import ranges
 
@@ -172,11 +175,46 @@ class Rebuilder:
                 begin, end = end, end + sum(len(one.items) for one in part)
                 chosen, first = order[begin:end], 0
                 batch = made.dataset.batch_of(chosen, arrays.events.item[chosen].astype(np.int64))
+                batch = self._with_given(batch, part)
                 logits, found = self.score(batch), _Arrays(batch, self.schema)
                 for one in part:
                     own = slice(first, first + len(one.items))
                     yield one, Rebuilt(found, own, logits[own])
                     first = own.stop
+
+    def _with_given(self, batch: Batch, part: list[Asked]) -> Batch:
+        """Returns a batch in which the columns of users and items that requests give have their values."""
+        given, first, schema, config = dict[str, tuple[list[int], list]](), 0, self.schema, self.config.resolved()
+        numbers, categories = (
+            [*config.names("user", kind), *config.names("item", kind)] for kind in ("number", "category")
+        )
+        for one in part:
+            for name, values in one.columns.items():
+                rows, given_values = given.setdefault(name, ([], []))
+                rows += range(first, first + len(one.items))
+                given_values += values
+            first += len(one.items)
+        if given.keys().isdisjoint(numbers + categories):
+            return batch
+        dense, sparse, known = batch.dense_features.clone(), batch.sparse_features, schema.encodings
+        for name in given.keys() & numbers:
+            column = pa.array(given[name][1], pa.float64()).to_numpy(zero_copy_only=False)
+            own = torch.from_numpy(standardize(column, *known.scale(name)))
+            dense[given[name][0], schema.dense_names.index(name)] = own
+        keys = sparse.to_dict()
+        for spec in schema.features:
+            if spec.role in ("user", "item") and spec.column in categories and spec.column in given:
+                rows, values = given[spec.column]
+                kind = pa.list_(pa.string()) if has_lists(schema, spec.column) else pa.string()
+                texts = CodedColumn.of(pa.array([_plain(value, kind) for value in values], kind))
+                found = encode(texts, known.ids_of(spec.column), default=known.defaults.get(spec.column))
+                parts = [*torch.split(keys[spec.key].values(), keys[spec.key].lengths().tolist())]
+                counts = found.counts(np.arange(len(rows))).tolist()
+                for row, ids in zip(rows, torch.split(torch.from_numpy(found.ids).long(), counts), strict=True):
+                    parts[row] = ids
+                weights = None if sparse.weights_or_none() is None else torch.ones(sum(map(len, parts)))
+                keys[spec.key] = JaggedTensor(torch.cat(parts), weights, torch.tensor([*map(len, parts)]))
+        return replace(batch, dense_features=dense, sparse_features=KeyedJaggedTensor.from_jt_dict(keys))
 
     def _write(self, asked: Iterable[Asked], path: Path) -> int:
         """Writes the rows of requests as a table that training reads; returns how many there are."""

@@ -190,11 +190,14 @@ def test_a_stale_column_of_an_item_is_named(made, serving, tmp_path, capsys):
     assert "category" not in causes
 
 
-def test_a_column_that_a_request_gives_otherwise_is_named(made, serving, tmp_path):
+def test_a_column_that_a_request_gives_replaces_the_table(made, serving, tmp_path):
     with serving() as server:
-        server.score(by_id(1, made.newest + 10) | {"candidates": {"item": [3, 4], "category": [3, 9]}})
-    _, causes = audited(made, tmp_path, log=False)
-    assert causes == {"category": "column of the item that the request gives"}
+        server.score(by_id(1, made.newest + 10) | {"candidates": {"item": [3, 4, 5], "category": [3, 9, None]}})
+        server.score(by_id(2, made.newest + 10, [4]))
+    table = pq.read_table(made.run.path.parent / "tables/items.parquet")
+    assert table["category"].to_pylist()[4] != 9
+    report, causes = audited(made, tmp_path, log=False)
+    assert (report.compared, report.scores, causes) == (2, 2, {}) and report.largest < 1e-5
 
 
 def test_a_wrong_dictionary_is_named(made, serving, tmp_path):
