@@ -10,8 +10,9 @@ from tempfile import TemporaryFile
 import msgspec
 import numpy as np
 
-from jfi.serving.rebuild import Asked, Rebuilder, Rebuilt, asked_of
+from jfi.serving.rebuild import Asked, Rebuilder, Rebuilt, asked_of, deleted_users
 from jfi.serving.request_log import AGE, LENGTH, WEIGHTS, Line, read_lines
+from jfi.state.layout import digest
 
 #: Requests that are rebuilt at their positions together.
 _AT_ONCE = 1000
@@ -46,6 +47,7 @@ class Report:
     Args:
         requests: in the log.
         left_out: those whose user or a candidate has no id, by which a row could be made.
+        deleted: those of users on the log's list of deletions; they are not compared.
         other_versions: those that another model than the run's has scored; their scores are not compared.
         unavailable: those whose state did not answer.
         compared: those that were rebuilt.
@@ -59,6 +61,7 @@ class Report:
 
     requests: int = 0
     left_out: int = 0
+    deleted: int = 0
     other_versions: int = 0
     unavailable: int = 0
     compared: int = 0
@@ -79,8 +82,8 @@ class Report:
         yield f"{self.requests:,} requests, {self.compared:,} rebuilt, {self.differing:,} differ"
         yield f"late events explain {self.late:,}; {self.unexplained:,} differ for other causes"
         yield f"{self.scores:,} requests with equal features scored again: scores differ by at most {self.largest:.3g}"
-        others = {"without the id of a user or an item": self.left_out, "of another version": self.other_versions}
-        others["whose state did not answer"] = self.unavailable
+        others = {"without the id of a user or an item": self.left_out, "of deleted users": self.deleted}
+        others |= {"of another version": self.other_versions, "whose state did not answer": self.unavailable}
         yield from (f"{count:,} requests {what}" for what, count in others.items() if count)
         if self.features:
             yield f"{'feature':28s} {'kind':28s} {'requests':>9s}  causes"
@@ -117,14 +120,17 @@ class Audit:
 
     def __call__(self, requests: Path) -> Report:
         """Returns what is found in a folder or a file of logged requests."""
-        report, config = self.report, self._rebuild.config
+        report, config, deleted = self.report, self._rebuild.config, deleted_users(self._rebuild.log)
 
         def read() -> Iterator[Asked]:
-            report.requests = 0
+            report.requests = report.deleted = 0
             for line in read_lines(requests):
                 report.requests += 1
                 if (one := asked_of(line, config)) is not None:
-                    yield one
+                    if deleted and digest(one.user).hex() in deleted:
+                        report.deleted += 1
+                    else:
+                        yield one
 
         with TemporaryFile() as differing:
             for asked, rebuilt in self._rebuild(read):
@@ -136,7 +142,7 @@ class Audit:
                     differing.write(b"\n")
                 else:
                     self._compare_scores(asked, rebuilt)
-            report.left_out = report.requests - report.compared
+            report.left_out = report.requests - report.compared - report.deleted
             differing.seek(0)
             while part := [*islice(differing, _AT_ONCE)]:
                 self._explain(part)

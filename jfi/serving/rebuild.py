@@ -22,6 +22,7 @@ from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.schema.columns import CodedColumn, encode
 from jfi.history_policies import Policy
 from jfi.serving.request_log import LENGTH, WEIGHTS, Line, digest, user_of
+from jfi.state.deletions import PartInfo, info_of, read_deletions
 from jfi.utils.encoding import PER_SECOND, standardize, text_of
 from jfi.utils.files import temporary_folder
 from jfi.utils.jagged import ranges
@@ -46,6 +47,12 @@ class Asked(NamedTuple):
     items: list[str]
     columns: dict[str, list]
     now: float
+
+
+def deleted_users(log: list[File]) -> set[str]:
+    """Returns the digests of the users on the lists of deletions beside the parts of a log, in hexadecimal."""
+    folders = {Path(file.path).parent for file in log if file.table is None and "://" not in file.path}
+    return {one.user for folder in folders for one in read_deletions(folder)}
 
 
 def asked_of(line: Line, config: DataConfig) -> Asked | None:
@@ -259,16 +266,20 @@ class Rebuilder:
         own = pc.index_in(pa.array([one.user for one in asked], users.type), value_set=users).to_numpy()
         position, names = np.array([one.line.position for one in asked]), np.array([str(i) for i in range(len(asked))])
         for files in (self.own, self.log):
-            first = 0
-            for _, part in read_files(files, config.columns(of_interactions=True), config) if files else ():
+            first, last, info, count = 0, None, None, 0
+            for file, part in read_files(files, config.columns(of_interactions=True), config) if files else ():
+                if file is not last:
+                    first += count if info is None else info.num_rows
+                    last, info, count = file, _info_of(file), 0
                 codes = pc.index_in(part.ids(config.user), value_set=users).fill_null(-1).to_numpy(zero_copy_only=False)
                 order = np.argsort(codes, kind="stable")
                 begin, end = (np.searchsorted(codes[order], own, side) for side in ("left", "right"))
                 rows, owner = order[ranges(begin, end - begin)], np.repeat(np.arange(len(own)), end - begin)
                 if files is self.log:
-                    is_there = first + rows < position[owner]
+                    numbers = count + rows if info is None else info.rows()[count + rows]
+                    is_there = first + numbers < position[owner]
                     rows, owner = rows[is_there], owner[is_there]
-                first += len(part)
+                count += len(part)
                 if len(rows) or not tables:
                     at = part.data.column_names.index(config.user)
                     tables.append(part.data.take(rows).set_column(at, config.user, pa.array(names[owner], pa.string())))
@@ -280,15 +291,25 @@ class Rebuilder:
         config, found, left = self.config.resolved(), [*self.own], position
         wanted = config.columns(of_interactions=True)
         for file in self.log:
-            count = count_rows([file])
+            info = _info_of(file)
+            count = count_rows([file]) if info is None else info.num_rows
             if count is not None and count <= left:
                 found, left = [*found, file], left - count
                 continue
+            left = left if info is None else int(np.searchsorted(info.rows(), left))
             for _, part in read_files([file], wanted, config):
                 if left:
                     found += find_table(part.data.slice(0, left), "--log", config)
                     left -= min(left, len(part))
+            if count is not None:
+                break
         return found
+
+
+def _info_of(file: File) -> PartInfo | None:
+    """Returns the metadata of a server's part, None for another file."""
+    is_part = file.layout.format == "parquet" and "://" not in file.path
+    return info_of(Path(file.path)) if is_part else None
 
 
 def _batches(asked: Iterable[Asked], size: int) -> Iterator[list[Asked]]:

@@ -43,9 +43,14 @@ class PartInfo(msgspec.Struct, frozen=True):
     bodies: list[list[int]]
     removed: list[int] = []
 
+    @property
+    def num_rows(self) -> int:
+        """Returns the number of rows, with those that were removed."""
+        return sum(map(sum, self.bodies))
+
     def rows(self) -> np.ndarray:
         """Returns the indices `[N]` int64 that the rows which are left had among all."""
-        return np.delete(np.arange(sum(map(sum, self.bodies))), self.removed)
+        return np.delete(np.arange(self.num_rows), self.removed)
 
 
 class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import commands
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,9 +16,11 @@ pytest.importorskip("aiohttp")
 
 import jfi
 from jfi.cli.audit import audit_of
+from jfi.data.io.blocks import count_rows
 from jfi.serving import artifact
 from jfi.serving.request_log import RequestLog
 from jfi.serving.scorer import Scorer, StateSettings
+from jfi.state.deletions import METADATA, PartInfo, append_deletions, deletion_of
 from jfi.state.stores import open_store
 from jfi.utils.exit_codes import DIFFERS
 
@@ -93,10 +96,15 @@ def by_id(user: object, now: float, items=(3, 17, 58)) -> dict:
     return {"user": user, "candidates": list(items), "time": now}
 
 
-def write_part(folder, number: int, rows: list[dict]) -> None:
+def write_part(folder, number: int, rows: list[dict], removed: list[int] | None = None) -> None:
+    """Writes a part; with `removed` one of a server, that has lost these rows."""
     folder.mkdir(exist_ok=True)
+    schema = COLUMNS
+    if removed is not None:
+        info = PartInfo("state", [[len(rows) + len(removed)]], removed)
+        schema = COLUMNS.with_metadata({METADATA: msgspec.json.encode(info)})
     own = [{name: row[name] for name in COLUMNS.names} for row in rows]
-    pq.write_table(pa.Table.from_pylist(own, COLUMNS), folder / f"part-{number}.parquet")
+    pq.write_table(pa.Table.from_pylist(own, schema), folder / f"part-{number}.parquet")
 
 
 def replay(server: Server, folder, newest: float, count: int = 60) -> None:
@@ -157,6 +165,28 @@ def test_an_event_that_came_late_is_named(made, serving, tmp_path):
     example = report.features["history length"].example
     assert (example["request"], example["user"], example["candidate"]) == ("r0", "1", "3")
     assert example["rebuilt"] == int(example["served"]) + 1
+
+
+def test_positions_count_the_rows_that_a_deletion_has_removed(made, serving, tmp_path):
+    now, log = made.newest, tmp_path / "log"
+    first = [event(2, 4, now + 1), event(2, 5, now + 2), event(1, 3, now + 10), event(3, 6, now + 12)]
+    late = [event(2, 8, now + 14), event(1, 5, now + 15)]
+    with serving() as server:
+        server.add(first)
+        server.score(by_id(1, now + 100))  # before the late one
+        server.add(late)
+        server.score(by_id(1, now + 100))
+        server.score(by_id(2, now + 100))
+    write_part(log, 0, first[2:], [0, 1])
+    write_part(log, 1, late[1:], [0])
+    append_deletions(log, deletion_of(log, "2", None))
+    report, causes = audited(made, tmp_path)
+    assert (report.requests, report.compared, report.deleted, report.left_out) == (3, 2, 1, 0)
+    assert (report.differing, report.late, report.unexplained) == (1, 1, 0) and {*causes.values()} == {"late event"}
+    assert "1 requests of deleted users" in [*report.lines()]
+    rebuild = audit_of(made.run, [str(log)])._rebuild
+    counts = [count_rows(rebuild.history_at(position)) - count_rows(rebuild.own) for position in range(8)]
+    assert counts == [0, 0, 0, 1, 2, 2, 3, 3]
 
 
 def test_events_of_another_time_zone_are_named(made, serving, tmp_path):
