@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import commands
@@ -21,6 +22,7 @@ from jfi.serving import artifact
 from jfi.serving.request_log import RequestLog
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.state.deletions import METADATA, PartInfo, append_deletions, deletion_of
+from jfi.state.dictionaries import text_key
 from jfi.state.stores import open_store
 from jfi.utils.exit_codes import DIFFERS
 
@@ -242,6 +244,29 @@ def test_a_wrong_dictionary_is_named(made, serving, tmp_path):
     assert report.unexplained == 20
     assert causes["item"] == "dictionary: the request has the text, and its id differs"
     assert causes["history_item"] == "dictionary: the same events have other ids"
+
+
+def swap_texts(store, values: str, one: str, other: str) -> None:
+    """Swaps the numbers of two texts in a dictionary of a state, and the texts of these numbers."""
+    keys = [b"n" + values.encode() + b"\0" + text.encode() for text in (one, other)]
+    numbers = store.get(keys)
+    texts = [text_key(values, int.from_bytes(number, "little")) for number in numbers]
+    assert store.get(texts) == [one.encode(), other.encode()]
+    store.update(lambda get: dict(zip(keys + texts, numbers[::-1] + get(texts)[::-1], strict=True)))
+
+
+def test_a_wrong_dictionary_of_the_state_is_named(made, serving, tmp_path):
+    table = pq.read_table(made.run.path.parent / "tables/interactions.parquet").to_pylist()
+    last = {row["user"]: str(row["item"]) for row in sorted(table, key=lambda row: row["timestamp"])}
+    (user, one), (_, other) = next(pair for pair in pairwise(last.items()) if pair[0][1] != pair[1][1])
+    with serving(change=lambda store: swap_texts(store, "item", one, other)) as server:
+        server.score(by_id(user, made.newest + 10))
+        server.score(by_id(1000, made.newest + 10))  # without events
+    report, causes = audited(made, tmp_path, log=False)
+    assert (report.compared, report.differing, report.unexplained) == (2, 1, 1) and not report.is_clean
+    assert causes["history_item"] == "dictionary: the same events have other ids"
+    assert {*causes} == {"history_item"}
+    assert report.features["history_item"].example["user"] == str(user)
 
 
 def test_another_version_is_named(made, serving, tmp_path):
