@@ -437,7 +437,9 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, table, damage, message
 def test_faults_of_the_tables_name_file_and_line_and_write_nothing(tmp_path, write):
     rows = [f"{i},1,{i % 2},{i}" for i in range(50)]
     path = write("r.csv", "user_id,item_id,clicked,timestamp", *rows, "1,1,2,noon")
-    with pytest.raises(DataError, match=r"r\.csv:52: 'timestamp' is 'noon', neither a number nor a date$"):
+    with pytest.raises(
+        DataError, match=r"r\.csv:52: 'timestamp' is 'noon', neither a number nor a date; a date is of ISO 8601, "
+    ):
         prepare_dataset(DataConfig(interactions=path, label="clicked"), tmp_path / "prepared")
     path = write("r.csv", "user_id,item_id,clicked,timestamp")
     with pytest.raises(DataError, match=r"r\.csv: no rows$"):
