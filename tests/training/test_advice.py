@@ -22,6 +22,7 @@ from jfi import cli
 from jfi.cli import options, train
 from jfi.cli.settings import parser
 from jfi.data import FeatureConfig
+from jfi.data.labels import LabelWindow
 from jfi.data.prepared import scoring
 from jfi.data.prepared.stages import sort as external_sort
 from jfi.data.prepared.stages.sort import sort_batches
@@ -90,7 +91,8 @@ def settings() -> list[str]:
                 yield from leaves(value, f"{prefix}{field.name}.")
 
     entries = [f"data.features.{field.name}" for field in dataclasses.fields(FeatureConfig)]
-    return [*leaves(Config(), ""), *entries]
+    windows = [f"data.label.{field.name}" for field in dataclasses.fields(LabelWindow)]
+    return [*leaves(Config(), ""), *entries, *windows]
 
 
 @cache
