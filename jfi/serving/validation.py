@@ -341,7 +341,7 @@ def _sid(value: int | float | str | None, place: Place, row: int, name: str) -> 
     else:
         is_whole = re.fullmatch("-?[0-9]{1,19}", str(value)) is not None
     if not is_whole or not -(2**63) <= (found := int(value)) < 2**63:
-        what = "must be a semantic ID: an integer or its text, or null"
+        what = "must be a semantic ID: an integer of 64 bits or its text, or null"
         raise BadRequestError(f"{place(row, name)} {what}, got {shown(value)}")
     return found
 

@@ -89,7 +89,8 @@ def test_an_integer_of_json_schema_may_have_a_fraction_of_0():
     assert validator(reader).is_valid(whole) and reader(whole).ids["item_sid"].tolist() == [5, 5, -1]
     for sid in (5.5, 2.0**53 + 2, -(2.0**53) - 2, float("inf"), float("nan")):
         with pytest.raises(
-            BadRequestError, match=r"candidates\[0\].sid must be a semantic ID: an integer or its text, or null, got"
+            BadRequestError,
+            match=r"candidates\[0\].sid must be a semantic ID: an integer of 64 bits or its text, or null, got",
         ):
             reader(whole | {"candidates": [{"sid": sid}]})
     with pytest.raises(BadRequestError, match="is 9007199254740992, which is no ID of"):

@@ -540,6 +540,6 @@ def test_requests_are_checked(folder):
     for wrong in (True, []):
         refused(wrong, r"history\[0\].sid must be int \| float \| str \| null, got")
     for wrong in (1.5, "1.5", 2**63, "x"):
-        refused(wrong, r"history\[0\].sid must be a semantic ID: an integer or its text, or null, got")
+        refused(wrong, r"history\[0\].sid must be a semantic ID: an integer of 64 bits or its text, or null, got")
     with pytest.raises(BadRequestError, match="the request lacks the field 'codec'"):
         read({name: value for name, value in request(sid).items() if name != "codec"})
