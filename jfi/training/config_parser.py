@@ -206,10 +206,13 @@ def _override(tree: dict, option: str, value: str, hint: object, lines: _Lines) 
             raise ConfigError(shorten(f"{option}: got {value!r}, which is not YAML: {why}")) from None
     if isinstance(root, yaml.ScalarNode) and root.style not in ("'", '"'):
         is_text = root.tag.rpartition(":")[2] not in _TYPES or root.value != value.strip()
-    else:  # a text may look like a block, as "::" does; a list in brackets is one where the setting takes lists
-        takes_list = isinstance(root, yaml.SequenceNode) and root.flow_style and list in map(typing.get_origin, kinds)
-        takes_list |= isinstance(root, yaml.MappingNode) and any(map(dataclasses.is_dataclass, kinds))
-        is_text = root is None or (isinstance(root, yaml.CollectionNode) and str in kinds and not takes_list)
+    else:  # a text may look like a block, as "::" does; one in brackets is what the setting takes
+        is_value = isinstance(root, yaml.SequenceNode) and list in map(typing.get_origin, kinds)
+        is_value |= (
+            isinstance(root, yaml.MappingNode) and root.value != [] and any(map(dataclasses.is_dataclass, kinds))
+        )
+        is_block = isinstance(root, yaml.CollectionNode) and not (is_value and root.flow_style)
+        is_text = root is None or (is_block and str in kinds)
     if is_text:
         root = yaml.ScalarNode(_TEXT, value)  # as it is written: a command line has no comments, blocks or anchors
     for given in [one for one in lines if one.startswith(option[2:])]:
