@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jfi.semantic_ids.codec import BLOCK, Codec
+from jfi.semantic_ids.codec import BLOCK, Codec, Sources, as_sources, spread
 from jfi.semantic_ids.packing import UNKNOWN_SID
-from jfi.semantic_ids.sources import Sources, as_sources, spread
 
 #: Scores of items by categories that are held at a time: a label may have very many categories.
 _SCORES = 2**24

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jfi.semantic_ids.codec import Codec, Decoder, Progress
+from jfi.semantic_ids.codec import Codec, Decoder, Progress, spread
 from jfi.semantic_ids.discrete_pca import DiscretePCA
 from jfi.semantic_ids.residual_kmeans import ResidualKMeans
-from jfi.semantic_ids.sources import spread
 
 #: Most latents to which the quantizer is fitted while the network learns.
 _REFIT_ROWS = 2**14

@@ -21,6 +21,7 @@ from jfi.serving.validation import (
     VALUE,
     BadRequestError,
     BodyType,
+    KnownValues,
     Place,
     TableColumns,
     Values,
@@ -35,7 +36,6 @@ from jfi.serving.validation import (
     take,
     texts,
 )
-from jfi.serving.vocabulary_tables import KnownValues
 from jfi.state.lookups import Encoded, Lookup
 from jfi.utils.encoding import UNKNOWN, HashBuckets, HashedIds, age_buckets, cross, quantile_ids, standardize
 from jfi.utils.jagged import first_values

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jfi.serving.schema import Field, Schema
-from jfi.serving.vocabulary_tables import KnownValues
+from jfi.serving.validation import KnownValues
 from jfi.state.layout import KINDS, POLICY_KINDS, Column, EventLayout
 from jfi.state.stores import StateError
 from jfi.utils.encoding import HashBuckets, HashedIds, cross, quantile_ids

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jfi.history_policies import EventLog, Policy, PolicyModule, fit
-from jfi.history_policies.device import find_cells, select_on_device
+from jfi.history_policies.apply import find_cells, select_on_device
 from jfi.history_policies.select import CellTables
 
 HISTORY = ["history_item", "history_rating"]

@@ -10,11 +10,10 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from jfi.serving import vocabulary_tables as known
+from jfi.serving import validation as known
 from jfi.serving.requests import BadRequestError, Request, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
-from jfi.serving.validation import sids
-from jfi.serving.vocabulary_tables import KnownValues
+from jfi.serving.validation import KnownValues, sids
 from jfi.utils.encoding import HashBuckets, Vocabulary, age_buckets, cross, quantile_ids, standardize, text_of
 
 ITEMS = ["1", "2", "-3", "12345678", "123456789", "a b", "x:y", "{é}", "日本語の長い値", "null", "true", "0"]

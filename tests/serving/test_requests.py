@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jfi.serving import vocabulary_tables as known
+from jfi.serving import validation as known
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.serving.validation import MAX_PARTS, BodyType
