@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1729,
     "serving": 6319,
-    "state": 3974,
+    "state": 3984,
     "table1": 1135,
     "tables": 3175,
     "training": 6953,
