@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import msgspec
@@ -84,7 +84,7 @@ class Feed:
         write_deletions(state.store, self._parts.folder)  # those of a server that was killed
         (found,) = state.store.get([CURSOR])
         with finding_damage("what it was fed last"):
-            cursor = Cursor("", -1) if found is None else msgspec.json.decode(found, type=Cursor)
+            cursor = Cursor("") if found is None else msgspec.json.decode(found, type=Cursor)
         if self._is_first:
             self._parts.skip_to(cursor.part)
             self._is_first = False
@@ -92,7 +92,7 @@ class Feed:
         if len(deletions) > cursor.deletions:
             self._forget(deletions, found, cursor, state)
             return True
-        name = cursor.part if cursor.rows >= 0 else self._parts.next(cursor.part)
+        name = cursor.part if cursor.at is not None else self._parts.next(cursor.part)
         was, self._stopped = self._stopped, None
         if name is None:
             return False
@@ -111,7 +111,7 @@ class Feed:
         """Removes from the state users who were deleted from the log since the last time."""
         new = {bytes.fromhex(one.user) for one in deletions[cursor.deletions :]}
         keys = keys_of_users(state.store.pages, new, state.counters)
-        changes = dict.fromkeys(keys) | {CURSOR: msgspec.json.encode(Cursor(cursor.part, cursor.rows, len(deletions)))}
+        changes = dict.fromkeys(keys) | {CURSOR: msgspec.json.encode(Cursor(cursor.part, cursor.at, len(deletions)))}
         state.store.update(lambda get: changes if get([CURSOR]) == [found] else {})
 
     def _add(
@@ -123,31 +123,33 @@ class Feed:
         events: EventReader,
         told: Callable[[Added], None],
     ) -> bool:
-        """Adds the rows of a part from one on, in transactions of bounded size, each with the place where it ends."""
-        begin, end, steps = max(cursor.rows, 0), 0, []
-        parts = list(transactions(self._parts.folder / name, events))
-        for number, bodies in enumerate([*parts, []]):
+        """Adds the rows of a part after the cursor, in transactions of bounded size, each with the place of its end."""
+        steps: list[Sequence[LogRows]] = []
+        parts = list(transactions(self._parts.folder / name, events, -np.inf if cursor.at is None else cursor.at))
+        for number, (at, bodies) in enumerate([*parts, (None, [])]):
             is_last = number == len(parts)
-            end += sum(map(len, bodies))
-            steps += [bodies] if end > begin and bodies else []
-            if is_last or end - begin >= _AT_ONCE:
-                after = msgspec.json.encode(Cursor(name, -1 if is_last else end, cursor.deletions))
+            steps += [bodies] if bodies else []
+            if is_last or sum(map(len, chain.from_iterable(steps))) >= _AT_ONCE:
+                after = msgspec.json.encode(Cursor(name, at, cursor.deletions))
                 added = state.feed(steps, (found, after))
                 if added is None:
                     return True  # another server has added them
                 told(added)
-                found, begin, steps = after, end, []
+                found, steps = after, []
         return True
 
 
-def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]:
-    """Yields the rows of a part as they are added together, in bodies.
+def transactions(path: Path, events: EventReader, after: float = -np.inf) -> Iterator[tuple[float, Sequence[LogRows]]]:
+    """Yields the rows of a part as they are added together, in bodies, each with the place where it ends.
 
-    Those of a server's part are added as the server has added them; other rows in the order of (time, user, item).
+    Those of a server's part are added as the server has added them, and a place is the number that the last row has had
+    among all; other rows in the order of (time, user, item), and a place is the time of the last row. So a deletion
+    that removes rows from the part moves no place.
 
     Args:
         path: of the part.
         events: makes rows of the columns.
+        after: place after which the rows are yielded.
 
     Raises:
         DataError: it is damaged, or a row is, such as one of the future.
@@ -157,23 +159,23 @@ def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]
     config = DataConfig(user=log.user, item=log.item, timestamp=log.time, timestamp_unit=log.unit, **own)
     rows = reader(read_table(str(path), reader.wanted, config, "--feed"))
     info, begin = info_of(path), 0
-    indices = np.arange(len(rows)) if info is None else info.rows()
-    if len(indices) != len(rows):
-        raise DataError(f"{path}: has {len(rows)} rows, and its metadata says {len(indices)}")
-    left = rows_that_count(path, rows.users, read_deletions(path.parent))
-    rows, indices = rows.take(np.flatnonzero(left)), indices[left]
+    places = rows.records[TIME] if info is None else info.rows()
+    if len(places) != len(rows):
+        raise DataError(f"{path}: has {len(rows)} rows, and its metadata says {len(places)}")
+    left = rows_that_count(path, rows.users, read_deletions(path.parent)) & (places > after)
+    rows, places = rows.take(np.flatnonzero(left)), places[left]
     if info is None:
         items = rows.texts[log.item]
-        rows = rows.take(np.lexsort((np.array(items, str), np.array(rows.users, str), rows.records[TIME])))
+        rows = rows.take(np.lexsort((np.array(items, str), np.array(rows.users, str), places)))
         times = rows.records[TIME]
         while begin < len(rows):
             end = min(begin + _AT_ONCE, len(rows))
             end = int(times.searchsorted(times[end - 1], "right"))
-            yield [rows.take(np.arange(begin, end))]
+            yield float(times[end - 1]), [rows.take(np.arange(begin, end))]
             begin = end
         return
     for bodies in info.bodies:
         ends = list(accumulate(bodies, initial=begin))
-        cuts = pairwise(indices.searchsorted(ends).tolist())
-        yield [rows.take(np.arange(one, end)) for one, end in cuts if end > one]
+        cuts = pairwise(places.searchsorted(ends).tolist())
         begin = ends[-1]
+        yield begin - 1, [rows.take(np.arange(one, end)) for one, end in cuts if end > one]

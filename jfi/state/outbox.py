@@ -42,17 +42,17 @@ _log = logging.getLogger("jfi.serving")
 Body = dict[str, list]
 
 
-class Cursor(msgspec.Struct, frozen=True):
+class Cursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Describes what a state was fed last.
 
     Args:
         part: name of the part, "" before the first one.
-        rows: how many of its rows, in the order in which they are added; -1 for all.
+        at: place of the last row that was added, see `jfi.follow.feed.transactions`; None once all are.
         deletions: how many lines of the folder's list of deleted users have been applied.
     """
 
     part: str
-    rows: int
+    at: float | None = None
     deletions: int = 0
 
 
@@ -221,8 +221,8 @@ class PartWriter:
             return 0
         info, fed = info_of(self._folder / name), self._store.get([CURSOR])[0]
         is_own = info is not None and info.state == self._layout.info.id
-        cursor = Cursor("", 0) if fed is None else msgspec.json.decode(fed, type=Cursor)
-        if end > position or not (is_own or (cursor.part, cursor.rows) == (name, -1)):
+        cursor = Cursor("") if fed is None else msgspec.json.decode(fed, type=Cursor)
+        if end > position or not (is_own or (cursor.part, cursor.at) == (name, None)):
             what = f"{name} has rows of another state, or of one that was newer; name another folder"
             raise StateError(f"--log {self._folder}: {what}")
         return end

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -25,6 +26,8 @@ from jfi.state.user_rows import MAX_LATE, Chosen, LogRows, UserRows
 from jfi.utils.encoding import LARGEST_NUMBER, age_buckets
 
 _INFO = b"m"
+#: Times that requests are read if events come between two reads; the last time stands whatever comes.
+_TRIES = 10
 
 
 @dataclass(frozen=True)
@@ -188,11 +191,9 @@ class UserState:
 
         def whole(get: Get) -> Changes:
             nonlocal end
-            info, position = get([_INFO, POSITION])
-            self._check_info(info)
-            names = Dictionaries(get, self._cache)
-            count, changes = change(get, names)
-            end = integer(position) + count
+            self._check_info(*get([_INFO]))
+            count, changes = change(get, names := Dictionaries(get, self._cache))
+            end = integer(get([POSITION])[0]) + count  # last, since all who write on Redis conflict from its read on
             new.clear()
             new.update(names.new)
             return changes | names.changes() | ({POSITION: end.to_bytes(8, "little")} if count else {})
@@ -282,7 +283,9 @@ class UserState:
             raise StateError("the state of users was removed or replaced; restart the server on a whole one")
 
     def fill(self, requests: Sequence[Request], is_available: bool = True) -> list[Request]:
-        """Returns requests with what they lack, all read at once.
+        """Returns requests with what they lack, all of one moment of the log.
+
+        On Redis, where events have come between the reads of statistics ten times, it may be of two moments.
 
         Args:
             requests: to fill.
@@ -292,24 +295,27 @@ class UserState:
             StoreUnavailableError: the store does not answer.
         """
         keys = [[] if one.stored is None else self._keys(one.stored) for one in requests]
-        values: Sequence[bytes | None] = [None] * sum(map(len, keys))
-        position = 0
-        if any(one.stored is not None for one in requests) and is_available:
-            info, found, *values = self.store.get([_INFO, POSITION, *chain.from_iterable(keys)])
-            self._check_info(info)
-            self.position = position = integer(found)
-        rest = iter(values)
-        found = [
-            one if one.stored is None else self._filled(one, [*islice(rest, len(own))])
-            for one, own in zip(requests, keys, strict=True)
-        ]
-        asked = [one.stored for one in found if one.stored is not None]
-        for stored in asked:
-            stored.is_available, stored.position = is_available, position
-        if self.reader.schema.statistics is None or not asked or not is_available:
-            return found
-        statistics = iter(self.counters.read(self.store.get, asked))
-        return [one if one.stored is None else self.reader.with_statistics(one, next(statistics)) for one in found]
+        is_read = is_available and any(one.stored is not None for one in requests)
+        for _ in range(_TRIES):
+            with self.store.snapshot() if is_read else nullcontext(lambda keys: [None] * len(keys)) as get:
+                info, position, *values = get([_INFO, POSITION, *chain.from_iterable(keys)])
+                if is_read:
+                    self._check_info(info)
+                    self.position = integer(position)
+                rest, found = iter(values), [*requests]
+                for row, (one, own) in enumerate(zip(requests, keys, strict=True)):
+                    if (stored := one.stored) is not None:
+                        stored.is_available, stored.position = is_available, integer(position)
+                        found[row] = self._filled(one, [*islice(rest, len(own))])
+                if self.reader.schema.statistics is None or not is_read:
+                    break
+                columns = iter(self.counters.read(get, [one.stored for one in found if one.stored is not None]))
+                found = [
+                    one if one.stored is None else self.reader.with_statistics(one, next(columns)) for one in found
+                ]
+                if get([POSITION]) == [position]:  # on Redis others may have written between the reads
+                    break
+        return found
 
     def _keys(self, stored: Lookup) -> list[bytes]:
         """The keys that a request reads."""

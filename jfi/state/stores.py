@@ -10,7 +10,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +67,10 @@ class Store(Protocol):
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Returns the values of keys, None for a key that is not there."""
 
+    def snapshot(self) -> AbstractContextManager[Get]:
+        """Gives what reads keys as `get` does, in a folder as of the moment when the block began."""
+        return nullcontext(self.get)
+
     def update(self, change: Callable[[Get], Changes]) -> None:
         """Writes what `change` returns, all or nothing; it may be called several times and must have no effect else.
 
@@ -78,7 +82,8 @@ class Store(Protocol):
         """Writes keys with their values, in several steps."""
 
     def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yields all keys that begin with `prefix`, and their values."""
+        """Yields all keys that begin with `prefix`, and their values; on Redis not all that is written meanwhile."""
+        return chain.from_iterable(self.pages([prefix]))
 
     def hold(self, name: str) -> bool:
         """Tries to be the one process that holds a name, until the process ends or, on a server, 10 s after a call."""
@@ -128,7 +133,7 @@ def open_store(
     return LmdbStore(Path(name), create, max_gb << 30)
 
 
-class LmdbStore:
+class LmdbStore(Store):
     """A store in a folder, by LMDB: several processes of one machine may open it.
 
     A write is on the disk when `update` returns. Reads wait for no writer.
@@ -167,8 +172,14 @@ class LmdbStore:
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See Store; one read transaction, so that all values are of one moment."""
+        with self.snapshot() as get:
+            return get(keys)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Get]:
+        """See Store."""
         with self._naming_faults(), self._environment.begin() as transaction:
-            return [transaction.get(key) for key in keys]
+            yield lambda keys: list(map(transaction.get, keys))
 
     def update(self, change: Callable[[Get], Changes]) -> None:
         """See Store."""
@@ -211,9 +222,6 @@ class LmdbStore:
             while page := list(islice(self.scan(prefix, begin), _AT_ONCE)):
                 yield page
                 begin = page[-1][0] + b"\0"
-
-    def check(self) -> None:
-        """See Store."""
 
     def close(self) -> None:
         """See Store."""
@@ -263,7 +271,7 @@ class _Client:
             raise StoreUnavailableError(why) from None
 
 
-class RedisStore:
+class RedisStore(Store):
     """A store on a Redis or Valkey server, for several servers at a time.
 
     Its durability is that of the Redis server: `appendonly yes` with `appendfsync always` keeps all that was
@@ -343,10 +351,6 @@ class RedisStore:
         for part in _parts(items):
             with self._writes() as client:
                 client.mset({self._prefix + key: value for key, value in part})
-
-    def scan(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """See Store; what is written meanwhile may be missing."""
-        return chain.from_iterable(self.pages([prefix]))
 
     def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
         """See Store; all keys of the server are read once."""

@@ -79,10 +79,10 @@ class Failing(LmdbStore):
     fault: str | None = None
     go_on: threading.Event | None = None
 
-    def get(self, keys):
+    def snapshot(self):
         if self.fault is not None:
             raise StoreUnavailableError(self.fault)
-        return super().get(keys)
+        return super().snapshot()
 
     def update(self, change):
         self.updates = getattr(self, "updates", 0) + 1

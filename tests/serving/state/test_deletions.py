@@ -279,3 +279,48 @@ def test_no_file_has_a_byte_of_a_deleted_user(log, tmp_path):  # noqa: F811
     store = LmdbStore(tmp_path / "copy", max_bytes=1 << 26)
     assert dict(store.scan(b"")) == left
     store.close()
+
+
+@pytest.mark.parametrize("kind", ["a server", "others"])
+def test_a_part_that_is_written_anew_while_it_is_fed_loses_no_row(log, tmp_path, new_store, monkeypatch, kind):  # noqa: F811
+    """Killed after each transaction, with a part in between that has lost rows before and after the place."""
+    monkeypatch.setattr("jfi.follow.feed._AT_ONCE", 40)
+    replay, writer, parts = logged(log, tmp_path, new_store())
+    fed = Replay(log, CASES["labels"], (tmp_path / "fed").mkdir() or tmp_path / "fed", new_store("fed"), 0)
+    rows = log[:300]
+    if kind == "a server":
+        for begin in range(0, len(rows), 4):
+            replay.state.add([replay.events(replay.body(rows[begin : begin + 4]))])
+        writer.flush()
+        assert len([*parts.glob("0*")]) > 1
+        first = min(parts.glob("0*"))
+        for path in parts.glob("0*"):
+            if path != first:
+                path.unlink()
+        rows = rows[: info_of(first).num_rows]
+    else:
+        pq.write_table(pa.Table.from_pylist(rows, KINDS), parts / "a.parquet")
+
+    def killed(_) -> None:
+        raise KeyboardInterrupt
+
+    deleted = ("u3", "u4")
+    with pytest.raises(KeyboardInterrupt):
+        Feed(parts).step(fed.state, fed.events, killed)
+    assert 0 < fed.state.position < len(rows)
+    for user in deleted:
+        if kind == "a server":
+            assert replay.state.delete("user", user)
+        else:
+            append_deletions(parts, deletion_of(parts, user, None))
+    if kind == "a server":
+        writer._delete()
+    else:
+        left = [row for row in rows if row["user_id"] not in deleted]
+        pq.write_table(pa.Table.from_pylist(left, KINDS), parts / "a.parquet")
+    while Feed(parts).step(fed.state, fed.events):
+        pass
+    counts = {user: rows_of(rows, user) for user in {row["user_id"] for row in rows}}
+    assert {user: len(ids(fed, user)) for user in counts} == {
+        user: 0 if user in deleted else count for user, count in counts.items()
+    }

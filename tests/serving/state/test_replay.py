@@ -19,6 +19,7 @@ from jfi.state.user_rows import scan_records
 
 from ..conftest import as_sent
 from ..test_server import serve
+from . import adding
 from .adding import LOG
 
 START = 1_700_000_000.0
@@ -173,3 +174,28 @@ def test_a_state_does_not_depend_on_the_order_of_arrival(exported, stateful, new
         rows_of.setdefault(user, []).append(tuple(values))
     assert rows_of == first
     loaded.store.close()
+
+
+@pytest.mark.parametrize("new_store", ["redis"], indirect=True)
+def test_servers_that_write_rows_of_other_users_do_not_wait_for_each_other(new_store, monkeypatch):
+    """All of them move the position on; each server writes once, and no row has the position of another one."""
+    write_layout(new_store(), adding.LAYOUT)
+    states = [UserState(new_store(), adding.READER, is_logged=True) for _ in range(2)]
+    row = {"time": 1000.0, "item": 1, "tags": None, "event_id": "e"}
+    rows = [[adding.READ([row | {"user": f"{of}{n}"}]) for n in range(9)] for of in "ab"]
+    for state, own in zip(states, rows, strict=True):
+        state.add(own[:1])  # the item has its number
+    count, counted, others = UserState._count, [], iter(rows[1][1:])
+
+    def counting(self, *given, **how):
+        found = count(self, *given, **how)
+        if self is states[0]:
+            counted.append(1)
+            states[1].add([next(others)])
+        return found
+
+    monkeypatch.setattr(UserState, "_count", counting)
+    for body in rows[0][1:]:
+        states[0].add([body])
+    assert len(counted) == 8 and states[0].position == 18
+    assert sorted(int.from_bytes(key[1:]) for key, _ in states[0].store.scan(b"o")) == [*range(18)]

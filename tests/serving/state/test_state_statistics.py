@@ -14,6 +14,7 @@ from jfi.events.groups import GROUPS
 from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.serving.requests import BadRequestError, RequestReader
 from jfi.serving.schema import Limits
+from jfi.state.counters import StateCounters
 from jfi.state.events import EventReader
 from jfi.state.layout import digest, layout_of
 from jfi.state.load import fill
@@ -233,3 +234,21 @@ def test_rows_of_a_body_are_counted_in_the_order_of_time(log, tmp_path, new_stor
         (filled,) = state.fill([replay.reader(replay.request("u3", log[-1]["timestamp"] + 60))])
         found.append(filled.dense)
     np.testing.assert_array_equal(*found)
+
+
+def test_a_request_has_the_events_and_the_statistics_of_its_position(log, tmp_path, new_store, monkeypatch):
+    """Another server writes between the reads of the first try."""
+    replay, read, positions = Replay(log, CASES["labels"], tmp_path, new_store(), 400), StateCounters.read, []
+    other = UserState(replay.state.store, replay.reader)
+    request = replay.request(log[400]["user_id"], log[400]["timestamp"] + 60)
+
+    def reading(self, get, asked):
+        if not positions:
+            other.add([replay.events(replay.body(log[400:401]))])
+        positions.append(asked[0].position)
+        return read(self, get, asked)
+
+    monkeypatch.setattr(StateCounters, "read", reading)
+    (filled,) = replay.state.fill([replay.reader(request)])
+    assert filled.stored.position == positions[-1] and positions in ([0], [0, 1])
+    np.testing.assert_array_equal(filled.dense, replay.wanted(request, log[: 400 + positions[-1]]))
