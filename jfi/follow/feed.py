@@ -143,7 +143,7 @@ class Feed:
 def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]:
     """Yields the rows of a part as they are added together, in bodies.
 
-    Those of a server's part are added as the server has added them; other rows in the order of (time, user, item).
+    Those of a server's part are added as the server has added them; other rows in the order of time.
 
     Args:
         path: of the part.
@@ -163,8 +163,7 @@ def transactions(path: Path, events: EventReader) -> Iterator[Sequence[LogRows]]
     left = rows_that_count(path, rows.users, read_deletions(path.parent))
     rows, indices = rows.take(np.flatnonzero(left)), indices[left]
     if info is None:
-        items = rows.texts[log.item]
-        rows = rows.take(np.lexsort((np.array(items, str), np.array(rows.users, str), rows.records[TIME])))
+        rows = rows.take(np.argsort(rows.records[TIME], kind="stable"))
         times = rows.records[TIME]
         while begin < len(rows):
             end = min(begin + _AT_ONCE, len(rows))

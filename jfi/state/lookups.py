@@ -30,7 +30,7 @@ class Lookup:
         item_columns: names of the candidates' fields that are read.
         events: how many there are before `now`, at most the newest `max_history`.
         time: of the newest of them in seconds, or None.
-        unknown_items: how many of the candidates have no columns in the state; None if none are read.
+        unknown_items: how many of the candidates have no record in the state; None if none are read.
         is_available: whether the store has answered.
         position: rows of the log that the state had; 0 if it was not read.
         column_ids: by key the ids `[R, K]` of the candidates' values that statistics count by.
