@@ -106,7 +106,7 @@ def layout_of_run(requests: Schema, config: DataConfig, schema: DataSchema, read
     """
     if config.is_raw_log and (requests.statistics is not None or reads_labels):
         what = "data.samples and labels with a window (within) are of tables; a state has no statistics of them"
-        raise StateError(f"{what}; train with data.statistics: [] for a model whose users have a state")
+        raise StateError(f"{what}; score tables by `jfi predict`, or train with data.statistics: [] for a server")
     log = log_of(config, schema)
     if requests.statistics is None and not reads_labels:
         log = msgspec.structs.replace(log, label=None)

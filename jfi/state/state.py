@@ -332,7 +332,8 @@ class UserState:
         return request
 
     def _with_events(self, request: Request, events: np.ndarray) -> Request:
-        stored, reader, events = request.stored, self.reader, newer(events, self.retention.oldest())
+        stored, reader, oldest = request.stored, self.reader, self.retention.oldest()
+        events, stored.oldest = newer(events, oldest), None if oldest == -np.inf else oldest
         end = int(events[TIME].searchsorted(stored.now))
         events = events[max(0, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None
