@@ -42,7 +42,7 @@ CASES = {
 
 
 def stream(rows: list[dict], draw: np.random.Generator) -> list[list[dict]]:
-    """Rows as they come: some late, again, at one time, or before their labels, in bodies of any size."""
+    """Rows as they come: some late, again, at one time, or before their labels, in bodies of any size and order."""
     sent, later = [], []
     for number, row in enumerate(rows):
         kind = draw.random()
@@ -59,7 +59,7 @@ def stream(rows: list[dict], draw: np.random.Generator) -> list[list[dict]]:
     bodies = []
     while order:
         count = int(draw.choice([1, 2, 7, 40]))
-        bodies.append(order[:count])
+        bodies.append(order[:count][:: draw.choice([1, -1])])
         order = order[count:]
     return bodies
 
@@ -123,7 +123,7 @@ def test_a_log_that_is_followed_leaves_the_state_of_the_whole_log(case, seed, tm
     schema = load_dataset(config).schema
     with closing(open_state(tmp_path / "followed", config, schema)) as state:
         times = [row["timestamp"] for row in rows]
-        cuts = [number for number in range(KNOWN, len(rows)) if times[number] != times[number - 1]][3::17]
+        cuts = [number for number in range(KNOWN, len(rows)) if times[number] != times[number - 1]][3::5]
         bodies = [rows[begin:end] for begin, end in pairwise([KNOWN, *cuts, len(rows)])]
         follow_bodies(state, Reading(config, schema, None, LATE), bodies, tmp_path)
     write(tmp_path / "whole.parquet", rows, schema_of_rows(rows))
@@ -146,11 +146,13 @@ def rows_of(seed: int, draw: np.random.Generator) -> list[dict]:
     """Rows of which many have one time, and whose items and users change their columns; ids are integers or texts."""
     rows = [row | changing(row, draw) | {"event": f"e{n}"} for n, row in enumerate(make_rows(500, seed))]
     for row in rows:
-        row["timestamp"] = row["timestamp"] // 40 * 40
+        row["timestamp"] = row["timestamp"] // 400 * 400
         user = row["user_id"][1:]
         row["user_id"], row["item_id"] = (user, row["item_id"]) if seed else (f"u{user}", f"number {row['item_id']}")
     assert any(row["brand"] is row["tags"] is None for row in rows)
     is_number = isinstance(rows[0]["item_id"], int)
+    rows = list({(row["user_id"], row["item_id"], row["timestamp"]): row for row in rows}.values())
+    assert len({(row["user_id"], row["timestamp"]) for row in rows}) < len(rows) - 20
     return sorted(rows, key=lambda row: (row["timestamp"], row["user_id"].zfill(3 * is_number), row["item_id"]))
 
 
