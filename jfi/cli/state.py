@@ -52,6 +52,8 @@ def make_state(name: str, run: "SavedRun", run_dir: Path) -> None:
         with _new_store(name, "--state", 256) as store:
             users, events = _fill(store, run, run.config.data, None)
         print(f"state {shown}: {events:,} events of {users:,} users")
+    except StateError as fault:  # which says what can be done
+        print(f"no state was made: {fault}")
     except InputError as fault:  # such as tables that are gone
         print(f"no state was made: {fault}; make one by `jfi state load --run {run_dir} --state {shown}`")
 

@@ -27,6 +27,7 @@ class SortedEvents:
         rows: `[H]` integers, ascending, the rows that histories consist of; None if all are.
         targets: what the loss reads in addition to the label, `[E]` float32 by `DataConfig.target_names`.
         label_delay: seconds after a row's time within which rows can change its label; it is known later than that.
+        oldest: `[E]` seconds, by row the time after which events are in its history; None for any.
 
     Example:
         >>> user, time = np.array([0, 0, 0, 1]), np.array([5.0, 7.0, 7.0, 9.0])
@@ -43,6 +44,7 @@ class SortedEvents:
     rows: np.ndarray | None = None
     targets: dict[str, np.ndarray] = field(default_factory=dict)
     label_delay: float = 0.0
+    oldest: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.user)
@@ -69,6 +71,9 @@ class SortedEvents:
             start = np.searchsorted(self.rows, start.astype(kind, copy=False))
             end = np.searchsorted(self.rows, end.astype(kind, copy=False))
         start = np.maximum(start, end - max_history)
+        if self.oldest is not None:
+            since = self.oldest[rows]
+            start = _first_not(lambda index: self.time[self.rows_at(index)] <= since, start, end)
         return start, end - start
 
     def rows_at(self, index: np.ndarray) -> np.ndarray:
@@ -82,13 +87,17 @@ class SortedEvents:
         (tied,) = ((end > start) & (self.time.take(before) == self.time.take(end))).nonzero()
         if len(tied):
             time = self.time[end[tied]]
-            low, high = start[tied], before[tied]
-            while np.any(low < high):
-                middle = (low + high) // 2
-                older = self.time[middle] < time
-                low, high = np.where(older, middle + 1, low), np.where(older, high, middle)
-            end[tied] = low
+            end[tied] = _first_not(lambda index: self.time[index] < time, start[tied], before[tied])
         return end
+
+
+def _first_not(holds: Callable[[np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Returns the first index from `low [B]` on for which a condition does not hold, at most `high [B]`."""
+    while np.any(open_ := low < high):
+        middle = np.where(open_, (low + high) // 2, 0)
+        does = holds(middle) & open_
+        low, high = np.where(does, middle + 1, low), np.where(does | ~open_, high, middle)
+    return low
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ of events that came before it, and the pairs of items that these made, stay as t
 of its key, so a query of a time before more than `NEWER_ROWS` of them reads those that are left.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
 from jfi.events.events import SortedEvents, event_values
 from jfi.events.groups import StatisticsSettings
-from jfi.events.live_index import SETS, SURPRISES, Get, LiveIndex, LiveRows, keys_of, sort_keys
+from jfi.events.live_index import SETS, SURPRISES, Get, LiveIndex, LiveRows, changed, keys_of, sort_keys
 from jfi.events.live_records import PAIRS, USER_ROWS, KeyedRows, entries_of_log, rows_that_stay
 from jfi.events.past import Past
 from jfi.events.point_in_time import KeyColumn, PastIndex, Queries
@@ -118,23 +118,19 @@ class LiveCounters:
 
     def _indices(self, get: Get, rows: LiveRows, changes: dict[bytes, bytes]) -> Iterator[LiveIndex]:
         """Yields the index of a block of rows after the other; `changes` has what the blocks before have changed."""
-
-        def read(keys: Sequence[bytes]) -> list[bytes | None]:
-            found = get(keys)
-            return [changes.get(key, value) for key, value in zip(keys, found, strict=True)] if changes else found
-
         begin, count = 0, len(rows)
         while begin < max(count, 1):
             end = min(begin + _AT_ONCE, count)
             if rows.label is not None and end < count:  # rows of one time do not see each other
                 end = max(end, int(np.searchsorted(rows.time, rows.time[end - 1], "right")))
-            yield LiveIndex(self._settings, self.names, read, rows.take(slice(begin, end)))
+            yield LiveIndex(self._settings, self.names, changed(get, changes), rows.take(slice(begin, end)))
             begin = max(end, 1)
 
     def records_of(
         self,
         index: PastIndex,
         digests: Mapping[str, np.ndarray],
+        orders: np.ndarray,
         sessions: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Iterator[tuple[bytes, bytes]]:
         """Yields the keys and the records of a log, a block at a time.
@@ -143,6 +139,7 @@ class LiveCounters:
             index: of the log, which has made what queries need.
             digests: by part of a key, such as "user" and "column genres", those of its values `[N]` uint64, by number;
                 the first of a column is not used.
+            orders: `[I]` uint64, by item what sorts a user's events of one time.
             sessions: gives ids of the sessions of events `[n]`; None without a column of them.
         """
         index.past("history", ("user",))
@@ -164,6 +161,8 @@ class LiveCounters:
                 found, is_row = entries_of_log(name, source, index, rows, of)
                 if name.has_sessions:
                     found["session"][is_row] = found["time"][is_row] if since is None else since[rows]
+                if "order" in name.dtype.names:
+                    found["order"][is_row] = orders[index.events.item[index.sorted_rows(source).order[rows]]]
                 if name.text == USER_ROWS:
                     events = index.events.rows_at(rows)
                     found["own label"][is_row] = index.events.label[events]

@@ -30,6 +30,17 @@ from jfi.utils.jagged import blocks, ranges
 
 Get = Callable[[Sequence[bytes]], list[bytes | None]]
 
+
+def changed(get: Get, changes: Mapping[bytes, bytes | None]) -> Get:
+    """Returns what reads keys as they are after changes, of which there may be more with each call."""
+
+    def read(keys: Sequence[bytes]) -> list[bytes | None]:
+        found = get(keys)
+        return [changes.get(key, value) for key, value in zip(keys, found, strict=True)] if changes else found
+
+    return read
+
+
 #: The sorted rows that labels are compared with, to tell how surprising they are.
 SURPRISES = ("labeled by nothing", "labeled by item", "labeled by user")
 #: Keys whose bytes are made together.

@@ -143,8 +143,8 @@ def transactions(path: Path, events: EventReader, after: float = -np.inf) -> Ite
     """Yields the rows of a part as they are added together, in bodies, each with the place where it ends.
 
     Those of a server's part are added as the server has added them, and a place is the number that the last row has had
-    among all; other rows in the order of (time, user, item), and a place is the time of the last row. So a deletion
-    that removes rows from the part moves no place.
+    among all; other rows in the order of time, and a place is the time of the last row. So a deletion that removes
+    rows from the part moves no place.
 
     Args:
         path: of the part.
@@ -165,8 +165,7 @@ def transactions(path: Path, events: EventReader, after: float = -np.inf) -> Ite
     left = rows_that_count(path, rows.users, read_deletions(path.parent)) & (places > after)
     rows, places = rows.take(np.flatnonzero(left)), places[left]
     if info is None:
-        items = rows.texts[log.item]
-        rows = rows.take(np.lexsort((np.array(items, str), np.array(rows.users, str), places)))
+        rows = rows.take(np.argsort(places, kind="stable"))
         times = rows.records[TIME]
         while begin < len(rows):
             end = min(begin + _AT_ONCE, len(rows))

@@ -21,7 +21,7 @@ from jfi.events.live_index import LiveRows
 from jfi.follow.parts import Part, RefusedPart
 from jfi.follow.state import ANY, LogState, Overlay, contents
 from jfi.history_policies import Policy
-from jfi.state.columns import ColumnLayout, complete, first_columns
+from jfi.state.columns import ColumnLayout, with_columns
 from jfi.state.counters import StateCounters
 from jfi.state.deletions import info_of, rows_that_count
 from jfi.state.dictionaries import Dictionaries
@@ -166,7 +166,6 @@ class PartRows:
             raise RefusedPart(part.path, fault) from fault
         state.forget(part.deletions)
         names = Dictionaries(state.overlay.get, state.cache)
-        rows = complete(rows, state.layout, state.tables, state.overlay.get, names)
         users = UserRows(state.layout, state.overlay.get, list(dict.fromkeys(rows.users)))
         chosen = users.choose(rows, reading.late_seconds)
         times = rows.records[TIME][chosen.kept]
@@ -177,6 +176,8 @@ class PartRows:
         counts.late_labels = int((replaced >= 0).sum())
         counts.late = int(((replaced < 0) & (times < state.place.newest)).sum())
         try:
+            rows, new = with_columns(rows, chosen.kept, state.layout, state.tables, state.overlay.get, names)
+            state.overlay.update(lambda get: new)
             if len(chosen.kept):
                 self._read(rows, users, chosen, names, folder)
             users.add(rows, chosen, rows.numbered(names, chosen.kept), partial(names.texts, state.layout.log.item))
@@ -195,11 +196,9 @@ class PartRows:
             config = replace(config, history=f"'{_IN_HISTORY}' == 1")
         part, history = self._part(rows, chosen), self._history(users, chosen, names)
         tables = {"item": config.items, "user": config.users}
-        own = {of: layout for of, layout in state.tables.items() if tables[of] is None and layout.columns}
-        changes = first_columns([(rows, chosen.kept)], state.layout, own, state.overlay.get, names)
-        state.overlay.update(lambda get: changes)
-        for of, layout in own.items():
-            tables[of] = self._columns(layout, part, history, names)
+        for of, layout in state.tables.items():
+            if tables[of] is None and layout.columns:
+                tables[of] = self._columns(layout, part, history, names)
         if state.counters is not None:
             past = CountedRows(state.overlay, state.counters, reading.schema, chosen.was_event)
         sources = Sources(part, history, tables["user"], tables["item"], config.semantic_ids)

@@ -239,6 +239,8 @@ class Audit:
         column = self._specs[name].column if name in self._specs else name
         if column in (config.user, config.item):
             return "id"
+        if name in self._specs and self._specs[name].semantic:
+            return "column of the item"
         return next((f"column of the {of}" for of in ("user", "item") if column in config.names(of)), "context")
 
     def _cause(self, asked: Asked, name: str, own: dict[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Rebuilds by the training code what a model reads of logged requests: a row of a table for each candidate."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jfi.data import Batch, DataConfig, DataSchema
+from jfi.data import Batch, DataConfig, DataSchema, InteractionDataset
 from jfi.data.io.blocks import count_rows, find_table, read_files
 from jfi.data.io.paths import File
 from jfi.data.prepared.scoring import ScoringRows, Sources
@@ -22,6 +22,7 @@ from jfi.data.prepared.stages.encode_columns import has_lists
 from jfi.data.schema.columns import CodedColumn, encode
 from jfi.history_policies import Policy
 from jfi.serving.request_log import LENGTH, WEIGHTS, Line, digest, user_of
+from jfi.serving.validation import sids
 from jfi.state.deletions import PartInfo, info_of, read_deletions
 from jfi.utils.encoding import PER_SECOND, standardize, text_of
 from jfi.utils.files import temporary_folder
@@ -173,15 +174,20 @@ class Rebuilder:
             files = self.own + self.log if history is None else history
             sources = Sources(str(table), files or None, config.users, config.items, config.semantic_ids)
             made = ScoringRows(sources, rows, self.schema, config, policy=self.policy, are_events=False)
-            made.dataset.batching = "sample"
             arrays = made.dataset.arrays()
             order = new_map(rows / "order.npy", np.int64, made.num_rows)
             order[made.rows] = arrays.samples["rows"]
-            end = 0
+            dataset, given, end = made.dataset, np.fromfile(table.with_name("oldest")), 0
+            if (given > -np.inf).any():  # statistics, which are made already, count events that have expired
+                oldest = new_map(rows / "oldest.npy", np.float64, len(arrays.events))
+                oldest[:] = -np.inf
+                oldest[arrays.samples["rows"]] = given[made.rows]
+                arrays = replace(arrays, events=replace(arrays.events, oldest=oldest))
+                dataset = InteractionDataset(arrays, self.schema, policy=self.policy)
             for part in _batches(read(), self.batch_size):
                 begin, end = end, end + sum(len(one.items) for one in part)
                 chosen, first = order[begin:end], 0
-                batch = made.dataset.batch_of(chosen, arrays.events.item[chosen].astype(np.int64))
+                batch = dataset.batch_of(chosen, arrays.events.item[chosen].astype(np.int64))
                 batch = self._with_given(batch, part)
                 logits, found = self.score(batch), _Arrays(batch, self.schema)
                 for one in part:
@@ -201,6 +207,8 @@ class Rebuilder:
                 rows += range(first, first + len(one.items))
                 given_values += values
             first += len(one.items)
+        categories += [spec.column for spec in schema.features if spec.semantic]
+        place = lambda row, name: f"candidate {row}: '{name}'"  # noqa: E731
         if given.keys().isdisjoint(numbers + categories):
             return batch
         dense, sparse, known = batch.dense_features.clone(), batch.sparse_features, schema.encodings
@@ -212,6 +220,11 @@ class Rebuilder:
         for spec in schema.features:
             if spec.role in ("user", "item") and spec.column in categories and spec.column in given:
                 rows, values = given[spec.column]
+                if spec.semantic:
+                    ids = keys[spec.key].values().clone()
+                    ids[rows] = torch.from_numpy(sids(spec.column, asdict(schema.codec.layout), values, place))
+                    keys[spec.key] = JaggedTensor(ids, keys[spec.key].weights_or_none(), keys[spec.key].lengths())
+                    continue
                 kind = pa.list_(pa.string()) if has_lists(schema, spec.column) else pa.string()
                 texts = CodedColumn.of(pa.array([_plain(value, kind) for value in values], kind))
                 found = encode(texts, known.ids_of(spec.column), default=known.defaults.get(spec.column))
@@ -224,7 +237,7 @@ class Rebuilder:
         return replace(batch, dense_features=dense, sparse_features=KeyedJaggedTensor.from_jt_dict(keys))
 
     def _write(self, asked: Iterable[Asked], path: Path) -> int:
-        """Writes the rows of requests as a table that training reads; returns how many there are."""
+        """Writes the rows of requests as a table, and beside it what has expired for them; returns their number."""
         config = self.config.resolved()
         tables = {"user": config.users, "item": config.items, "context": None}
         names = [(of, name) for of, table in tables.items() if table is None for name in config.names(of)]
@@ -234,7 +247,7 @@ class Rebuilder:
                 text = pa.list_(pa.string()) if has_lists(self.schema, name) else pa.string()
                 kinds[name] = pa.float64() if name in config.names(of, "number") else text
         schema, rows = pa.schema(kinds), 0
-        with pq.ParquetWriter(path, schema) as writer:
+        with pq.ParquetWriter(path, schema) as writer, open(path.with_name("oldest"), "wb") as oldest:
             columns: dict[str, list] = {name: [] for name in kinds}
 
             def write() -> int:
@@ -244,6 +257,7 @@ class Rebuilder:
 
             for one in asked:
                 count = len(one.items)
+                np.full(count, -np.inf if one.line.oldest is None else one.line.oldest).tofile(oldest)
                 for name, kind in kinds.items():
                     if name == config.user:
                         columns[name] += [one.user] * count

@@ -47,6 +47,7 @@ class Line(msgspec.Struct):
         version: of the published versions, or None.
         position: rows of the log that the state had; 0 without a state.
         available: whether the state has answered.
+        oldest: seconds since 1970, up to which events had expired; None if all are kept.
         scores: of the candidates, of several labels by name.
         features: digests of what the model has read.
         request: the body.
@@ -62,6 +63,7 @@ class Line(msgspec.Struct):
     scores: list[float] | dict[str, list[float]]
     features: dict[str, str]
     request: msgspec.Raw
+    oldest: float | None = None
 
 
 def digest(*arrays: np.ndarray) -> str:
@@ -207,9 +209,10 @@ def _line(entry: tuple) -> bytes:
     name, written, body, scores, request, reader = entry
     stored, whole = request.stored, request.filled or request
     state = (0, True) if stored is None else (stored.position, stored.is_available)
+    oldest = None if stored is None else stored.oldest
     raw = msgspec.Raw(body.replace(b"\n", b" "))  # between values alone: a text of JSON has none
     found = digests(whole, reader)
-    line = Line(name, written, request.now, request.model, request.version, *state, scores, found, raw)
+    line = Line(name, written, request.now, request.model, request.version, *state, scores, found, raw, oldest)
     return msgspec.json.encode(line) + b"\n"
 
 

@@ -3,13 +3,13 @@
 An id's value in the store is one record, and after it the values of its lists:
 
     <column>  as of an event, see `jfi.state.layout`; of a list of texts int32, how many there are
+    known     uint8, only beside a semantic ID: 0 for an item of which nothing else is known
     numbers   int32, those of the texts of all lists, one column after another
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -27,6 +27,8 @@ from jfi.utils.encoding import standardize
 from jfi.utils.jagged import first_values
 
 Entity = Literal["item", "user"]
+#: Field of a record with a semantic ID, which is no column.
+KNOWN = "jfi known"
 #: Values `[N]` of a column: its numbers, its texts, or all texts of its lists and how many `[N]` each list has.
 Values = np.ndarray | list[str | None] | tuple[list[str], np.ndarray]
 #: The same of a column of the store: numbers of its texts in place of texts.
@@ -48,10 +50,10 @@ class ColumnLayout:
 
     def __init__(self, of: Entity, columns: Sequence[Column]) -> None:
         self.of, self.columns = of, {one.name: one for one in columns}
-        self.dtype = np.dtype([(one.name, DTYPES[one.kind]) for one in columns])
-        self._lists = [one.name for one in columns if one.kind == "texts"]
         #: Names of the columns of semantic IDs.
         self.sids = [one.name for one in columns if one.kind == "sid"]
+        self.dtype = np.dtype([(one.name, DTYPES[one.kind]) for one in columns] + [(KNOWN, "u1")] * bool(self.sids))
+        self._lists = [one.name for one in columns if one.kind == "texts"]
         missing = np.zeros(1, self.dtype)
         for one in columns:
             missing[one.name] = {"number": np.nan, "sid": -1}.get(one.kind, 0)
@@ -68,19 +70,25 @@ class ColumnLayout:
         """The key of an id's record."""
         return (b"I" if self.of == "item" else b"U") + text.encode()
 
-    def is_missing(self, value: bytes | None) -> bool:
-        """Returns whether an id has no value, or one without columns but for a semantic ID."""
-        if value is None or not self.sids:
-            return value in (None, self._missing)
-        with finding_damage(f"the columns of {self.of}s"):
-            own = np.frombuffer(value, self.dtype, 1).copy()
-        for name in self.sids:
-            own[name] = -1
-        return own.tobytes() == self._missing
+    def is_known(self, value: bytes | None) -> bool:
+        """Returns whether the value of an id says more than its semantic ID."""
+        return value is not None and (not self.sids or value[self.dtype.itemsize - 1] == 1)
+
+    def new_records(
+        self, values: Sequence[bytes | None], given: Mapping[str, Given], rows: np.ndarray, names: Dictionaries
+    ) -> list[bytes]:
+        """Returns the values `[K]` of ids that are not known, by what the rows `[K]` int64 of a log say of them."""
+        columns = {name: taken(given[name], rows) for name in self.columns if name in given}
+        found = self.decode(values) if self.sids else {}
+        for name in self.sids:  # an item may have a semantic ID before it has columns
+            columns[name] = np.where(found[name] < 0, columns.get(name, -1), found[name])
+        return self.encode(columns, len(rows), names)
 
     def encode(self, columns: Mapping[str, Values], count: int, names: Dictionaries) -> list[bytes]:
         """Returns the values `[count]` of ids, of which a column that is not given is missing."""
         records, lists = np.frombuffer(self._missing * count, self.dtype).copy(), []
+        if self.sids:
+            records[KNOWN] = 1
         for name, values in columns.items():
             if isinstance(values, tuple):
                 records[name] = values[1]
@@ -123,31 +131,46 @@ def layouts_of(info: StateInfo) -> dict[Entity, ColumnLayout]:
     return {"item": ColumnLayout("item", info.items), "user": ColumnLayout("user", info.users)}
 
 
-def complete(
-    rows: LogRows, layout: EventLayout, tables: Mapping[Entity, ColumnLayout], get: Get, names: Dictionaries
-) -> LogRows:
-    """Returns rows with the columns that they lack: those that the state has of their items and users.
+def with_columns(
+    rows: LogRows,
+    kept: np.ndarray,
+    layout: EventLayout,
+    tables: Mapping[Entity, ColumnLayout],
+    get: Get,
+    names: Dictionaries,
+) -> tuple[LogRows, Changes]:
+    """Returns rows with the columns that training gives them, and the records of items and users that are new.
+
+    An item or a user has the columns that the state has, whatever its rows say. A new one without a table gets those of
+    its first row, where they may be missing.
 
     Args:
         rows: of a log.
+        kept: `[K]` int64, those that count; in the order of (time, user, item) the first ones are found.
         layout: of the records of events.
-        tables: of the state's items and users.
+        tables: the records of items and of users.
         get: reads keys of the store.
-        names: gives the texts of numbers.
+        names: gives numbers to texts, and texts to numbers.
     """
-    if not rows.lacking:
-        return rows
-    texts, records = dict(rows.texts), rows.records.copy()
+    texts, records, changes = dict(rows.texts), rows.records.copy(), Changes()
     ids: dict[Entity, list] = {"item": rows.texts[layout.log.item], "user": rows.users}
     for of, table in tables.items():
-        wanted = [name for name in rows.lacking if name in table.columns]
-        if not wanted:
+        if not table.columns:
             continue
         known = list(dict.fromkeys(ids[of]))
-        found = table.decode(get(list(map(table.key, known))))
-        position = {one: number for number, one in enumerate(known)}
+        values = dict(zip(known, get(list(map(table.key, known))), strict=True))
+        if of not in layout.log.tables:
+            new = [row for row in kept.tolist() if not table.is_known(values[ids[of][row]])]
+            keys = [layout.sort_keys(part, [own[row] for row in new]) for part, own in ids.items()]
+            order = sorted(zip(rows.records[TIME][new].tolist(), keys[1], keys[0], new, strict=True), reverse=True)
+            first = {ids[of][row]: row for *_, row in order}  # the last one that is written stays
+            before, chosen = [values[one] for one in first], np.array([*first.values()], np.int64)
+            own = table.new_records(before, rows.given, chosen, names)
+            values |= zip(first, own, strict=True)
+            changes |= zip(map(table.key, first), own, strict=True)
+        found, position = table.decode([*values.values()]), {one: number for number, one in enumerate(values)}
         index = np.fromiter(map(position.__getitem__, ids[of]), np.int64, len(rows))
-        for name in wanted:
+        for name in [name for name in layout.columns if name in table.columns]:
             column, values = layout.columns[name], found[name]
             if column.kind == "texts":
                 numbers, counts = values
@@ -156,62 +179,7 @@ def complete(
                 texts[name] = names.texts(name, values[index].ravel().tolist())
             else:
                 records[name] = values[index]
-    return replace(rows, texts=texts, records=records, lacking=[])
-
-
-def first_columns(
-    bodies: Sequence[tuple[LogRows, np.ndarray]],
-    layout: EventLayout,
-    tables: Mapping[Entity, ColumnLayout],
-    get: Get,
-    names: Dictionaries,
-) -> Changes:
-    """Returns records of the items and users that the state does not know: the columns of their first rows with any.
-
-    Args:
-        bodies: rows with the indices `[K]` of those that count. Their order decides, and in a body (time, user, item).
-        layout: of the records of events.
-        tables: the records of items and of users, which may be written.
-        get: reads keys of the store.
-        names: gives numbers to texts.
-    """
-    changes: Changes = {}
-    for (rows, kept), (of, table) in product(bodies, tables.items()):
-        given = {name: rows.given[name] for name in table.columns if name in rows.given}
-        if not given or not len(kept):
-            continue
-        items = rows.texts[layout.log.item]
-        ids = items if of == "item" else rows.users
-        known = list(dict.fromkeys(ids[row] for row in kept.tolist()))
-        values = zip(known, get(list(map(table.key, known))), strict=True)
-        new = {one: value for one, value in values if table.key(one) not in changes and table.is_missing(value)}
-        own = np.array([row for row in kept.tolist() if ids[row] in new], np.int64)
-        own = own[_has_any(given, own)].tolist()
-        first: dict[str, int] = {}
-        for row in sorted(own, key=lambda row: (rows.records[TIME][row], rows.users[row], items[row])):
-            first.setdefault(ids[row], row)
-        if first:
-            found, chosen = table.decode([new[one] for one in first]), np.array([*first.values()])
-            columns = {name: taken(one, chosen) for name, one in given.items()}
-            for name in table.sids:  # an item may have a semantic ID before it has columns
-                columns[name] = np.where(found[name] < 0, columns.get(name, -1), found[name])
-            encoded = table.encode(columns, len(first), names)
-            changes |= zip(map(table.key, first), encoded, strict=True)
-    return changes
-
-
-def _has_any(columns: Mapping[str, Given], rows: np.ndarray) -> np.ndarray:
-    """Returns which rows `[K]` int64 have a value of any of the columns."""
-    found = np.zeros(len(rows), bool)
-    for values in columns.values():
-        own = taken(values, rows)
-        if isinstance(own, tuple):
-            found |= own[1] > 0
-        elif isinstance(own, np.ndarray):
-            found |= own >= 0 if own.dtype.kind == "i" else ~np.isnan(own)
-        else:
-            found |= np.array([text is not None for text in own], bool)
-    return found
+    return replace(rows, texts=texts, records=records), changes
 
 
 def _checked(found: dict[str, Stored], is_whole: bool) -> dict[str, Stored]:

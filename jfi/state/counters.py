@@ -11,7 +11,7 @@ from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
 from jfi.serving.schema import Schema
-from jfi.state.layout import TIME, EventLayout, StateInfo, comparable, digest, hashes
+from jfi.state.layout import TIME, EventLayout, StateInfo, comparable, digest, hashes, is_integer
 from jfi.state.lookups import Lookup
 from jfi.state.stores import StateError
 from jfi.state.user_rows import Chosen, LogRows
@@ -82,6 +82,8 @@ class StateCounters:
         sums = {name: of(np.arange(len(times))) for name, of in of_events.items()}
         own = values, labels, in_history, self.orders(items), sessions, sums, was_event
         rows = LiveRows(hashes(users), hashes(items), times, *own)
+        by_item = sorted(range(len(items)), key=self._layout.sort_keys("item", items).__getitem__)
+        rows = rows.take(np.array(by_item, np.int64))  # `order` has the beginnings of texts alone
         return self.live.add(get, rows.take(rows.by_time()))
 
     def read(self, get: Get, requests: Sequence[Lookup]) -> list[StatisticColumns]:
@@ -124,7 +126,7 @@ class StateCounters:
         return np.fromiter(map(self._order, items), np.uint64, len(items))
 
     def _order(self, item: str) -> int:
-        if self._layout.is_numbered(item):
+        if "item" in self._layout.info.numbered and is_integer(item):
             return min(max(int(item) + _NUMBERS, 0), 2 * _NUMBERS - 1)
         return int.from_bytes(item.encode()[:8].ljust(8, b"\0"), "big")
 

@@ -188,9 +188,8 @@ class EventReader:
         log, count = self._log, len(seconds)
         records, found = np.zeros(count, self.layout.dtype), {}
         records[TIME] = seconds
-        lacking = [name for name in self.layout.columns if name not in columns]
         for name, column in self.layout.columns.items():
-            if name in lacking:
+            if name not in columns:  # one of an item or a user, see `jfi.state.columns.with_columns`
                 continue
             values = columns[name]
             if isinstance(values, tuple):
@@ -208,7 +207,7 @@ class EventReader:
         sessions = np.zeros(count, np.uint64)
         if self._session is not None:
             sessions = hashes(columns[self._session])
-        return LogRows(columns[log.user], records, found, lacking, labels, in_history, sessions, place, columns)
+        return LogRows(columns[log.user], records, found, labels, in_history, sessions, place, columns)
 
     def _times(self, values: Values, place: Place) -> tuple[np.ndarray, np.ndarray]:
         """`[N]` numbers of the log's unit, or `[N]` datetime64; and these as `[N]` float64 seconds."""

@@ -39,7 +39,7 @@ POSITION = b"p"
 #: The key of the part that the state was fed last, see `jfi.state.outbox.Cursor`.
 CURSOR = b"f"
 #: The format of stores that this version reads.
-FORMAT = 3
+FORMAT = 4
 DTYPES = {"text": "<i4", "texts": "<i4", "number": "<f8", "sid": "<i8", "session": "<u8"}
 #: "any" is a column that a rule reads, whatever it holds.
 Kind = Literal["text", "texts", "number", "sid", "session", "any"]
@@ -79,6 +79,7 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         missing_values: texts that mean a missing value.
         separators: by column of lists what is between their values where they are one text.
         null_ids: as `data.null_ids`.
+        tables: which of "item" and "user" have a table; what rows say of their columns does not count.
     """
 
     user: str = "user_id"
@@ -93,6 +94,7 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missing_values: list[str] = []
     separators: dict[str, str] = {}
     null_ids: str = "refuse"
+    tables: list[str] = []
 
 
 class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +105,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_history: the newest events of a history that a model may read.
         columns: of the records.
         log: what the columns of the log mean.
-        is_numbered: whether items that are integers are sorted by their numbers.
+        numbered: which of "item" and "user" have ids that are sorted by their numbers, as far as these are integers.
         codec: fingerprint of the codec of semantic IDs, or None.
         statistics: of the past, which the state has, or None.
         id: of the store, whose numbers are no other's.
@@ -114,7 +116,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_history: int
     columns: list[Column]
     log: Log = Log()
-    is_numbered: bool = False
+    numbered: list[str] = []
     codec: str | None = None
     statistics: StatisticsSettings | None = None
     id: str = ""
@@ -187,20 +189,17 @@ class EventLayout:
             tied = (lengths > 1) & np.logical_or.reduceat(is_new[order], first)
             for begin, count in zip(first[tied].tolist(), lengths[tied].tolist(), strict=True):
                 part = order[begin : begin + count]
-                keys = self._order(texts(records[self.log.item][part].tolist()))
+                keys = self.sort_keys("item", texts(records[self.log.item][part].tolist()))
                 order[begin : begin + count] = part[sorted(range(count), key=keys.__getitem__)]
 
         found = newest(user, records[TIME], num_users, self.keep, arrange)
         return [take(records, rows) for rows in found]
 
-    def _order(self, texts: list[str | None]) -> list:
-        """Returns the sort keys of items, as `jfi.data` sorts them."""
-        items = [text or "" for text in texts]
-        return list(map(int, items)) if all(map(self.is_numbered, items)) else items
-
-    def is_numbered(self, item: str) -> bool:
-        """Returns whether an item is sorted by its number."""
-        return self.info.is_numbered and is_integer(item)
+    def sort_keys(self, of: str, ids: Sequence[str | None]) -> list:
+        """Returns the keys that ids of "item" or "user" are sorted by: integers by number, as in training."""
+        texts = [text or "" for text in ids]
+        is_numbered = of in self.info.numbered and all(map(is_integer, texts))
+        return [(int(text), text) for text in texts] if is_numbered else texts
 
 
 def layout_of(schema: Schema, max_history: int, log: Log | None = None) -> EventLayout:
@@ -220,12 +219,13 @@ def layout_of(schema: Schema, max_history: int, log: Log | None = None) -> Event
     if schema.policy is not None:
         read = schema.policy.fields().items()
         columns += [Column(one.name, POLICY_KINDS[of]) for of, one in read if one.name not in known]
-    is_numbered = all(map(is_integer, schema.vocabularies.get(log.item, [])))
+    ids = {"item": log.item, "user": log.user}
+    numbered = [of for of, name in ids.items() if all(map(is_integer, schema.vocabularies.get(name, [])))]
     settings = None if schema.statistics is None else comparable(schema.statistics, schema)
     kept = {log.user, log.time, log.event_id, *(one.name for one in columns)}
     log = msgspec.structs.replace(log, others=[one for one in log.others if one.name not in kept])
     own = {"codec": schema.codec, "statistics": settings, "items": items, "users": users}
-    return EventLayout(StateInfo(FORMAT, max_history, columns, log, is_numbered, **own))
+    return EventLayout(StateInfo(FORMAT, max_history, columns, log, numbered, **own))
 
 
 def _columns(fields: Iterable[Field]) -> list[Column]:

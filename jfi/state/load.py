@@ -82,7 +82,7 @@ def fill(
             config = replace(config, interactions=interactions, split="time", validation=None, test=None)
         elif config.interactions is None:
             raise DataError("the run has no file of interactions")
-        of_log = [of for of, table in (("item", config.items), ("user", config.users)) if table is None]
+        of_log = [of for of in ("item", "user") if of not in layout.log.tables]
         settings = _log_settings(config, requests, layout, of_log)
         users, events = _load(store, layout, settings, schema, of_log)
         if requests.statistics is not None:
@@ -106,7 +106,7 @@ def layout_of_run(requests: Schema, config: DataConfig, schema: DataSchema, read
     """
     if config.is_raw_log and (requests.statistics is not None or reads_labels):
         what = "data.samples and labels with a window (within) are of tables; a state has no statistics of them"
-        raise StateError(f"{what}; train with data.statistics: [] for a model whose users have a state")
+        raise StateError(f"{what}; score tables by `jfi predict`, or train with data.statistics: [] for a server")
     log = log_of(config, schema)
     if requests.statistics is None and not reads_labels:
         log = msgspec.structs.replace(log, label=None)
@@ -132,7 +132,8 @@ def log_of(config: DataConfig, schema: DataSchema) -> Log:
     own = settings.user, settings.item, settings.timestamp, settings.timestamp_unit
     texts = settings.missing_values, settings.separators(), settings.null_ids
     rule = None if isinstance(label.label, LabelWindow) else label.label  # no state reads a window
-    return Log(*own, rule, label.task, settings.history, settings.event_id, others, *texts)
+    tables = [of for of, table in (("item", settings.items), ("user", settings.users)) if table is not None]
+    return Log(*own, rule, label.task, settings.history, settings.event_id, others, *texts, tables)
 
 
 def counter_records(counters: StateCounters, config: DataConfig, schema: DataSchema) -> Iterator[tuple[bytes, bytes]]:
@@ -151,10 +152,11 @@ def counter_records(counters: StateCounters, config: DataConfig, schema: DataSch
         session = None if settings.session is None else Column(settings.session, "session")
         sessions = None if session is None else _Values(session, log, Dictionaries()).at
         of = {"user": settings.user, "item": settings.item}
-        digests = {part: hashes(log.categories(name, part).values.to_pylist()) for part, name in of.items()}
+        ids = {part: log.categories(name, part).values.to_pylist() for part, name in of.items()}
+        digests = {part: hashes(own) for part, own in ids.items()}
         for name, column in settings.columns.items():
             digests[f"column {name}"] = counters.digests(name, np.arange(column.size))
-        yield from counters.live.records_of(made.index, digests, sessions)
+        yield from counters.live.records_of(made.index, digests, counters.orders(ids["item"]), sessions)
 
 
 def _log_settings(config: DataConfig, requests: Schema, layout: EventLayout, of_log: Collection[Entity]) -> DataConfig:

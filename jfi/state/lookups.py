@@ -30,9 +30,10 @@ class Lookup:
         item_columns: names of the candidates' fields that are read.
         events: how many there are before `now`, at most the newest `max_history`.
         time: of the newest of them in seconds, or None.
-        unknown_items: how many of the candidates have no columns in the state; None if none are read.
+        unknown_items: how many of the candidates have no record in the state; None if none are read.
         is_available: whether the store has answered.
         position: rows of the log that the state had; 0 if it was not read.
+        oldest: seconds since 1970, up to which events have expired; None if all are kept.
         column_ids: by key the ids `[R, K]` of the candidates' values that statistics count by.
     """
 
@@ -48,6 +49,7 @@ class Lookup:
     unknown_items: int | None = None
     is_available: bool = True
     position: int = 0
+    oldest: float | None = None
     column_ids: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -10,9 +10,10 @@ from itertools import chain, islice
 import msgspec
 import numpy as np
 
+from jfi.events.live_index import changed
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.validation import BadRequestError
-from jfi.state.columns import Entity, ModelColumns, Values, complete, first_columns, layouts_of, write_columns
+from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, with_columns, write_columns
 from jfi.state.counters import StateCounters, check_counts
 from jfi.state.deletions import DELETIONS, deletion_of, write_deletions
 from jfi.state.dictionaries import Cache, Dictionaries
@@ -167,12 +168,8 @@ class UserState:
             if get([CURSOR]) != [cursors[0]]:
                 return 0, changes
 
-            def read(keys: Sequence[bytes]) -> list[bytes | None]:
-                values = get(keys)
-                return [changes.get(key, value) for key, value in zip(keys, values, strict=True)] if changes else values
-
             for bodies in steps:
-                _, told, own = self._count(read, names, bodies, refuses_late=False)
+                _, told, own = self._count(changed(get, changes), names, bodies, refuses_late=False)
                 changes |= own
                 found.extend(told)
             return sum(map(len, chain.from_iterable(steps))), changes | {CURSOR: cursors[1]}
@@ -215,17 +212,18 @@ class UserState:
         now = UserRows(self.layout, get, users, kept.oldest(), quota)
         counted: list[tuple[LogRows, Chosen]] = []
         results: list[Added | BadRequestError] = []
-        for given in bodies:
-            events = complete(given, self.layout, self.tables, get, names)
+        changes: Changes = {}
+        for events in bodies:
             chosen = now.choose(events, self.max_late)
             if refuses_late and len(chosen.late):
                 results.append(self._late(events, int(chosen.late[0]), now))
                 continue
+            own = self.layout, self.tables, changed(get, changes), names
+            events, new = with_columns(events, chosen.kept, *own)
+            changes |= new
             now.add(events, chosen, events.numbered(names, chosen.kept), partial(names.texts, self.layout.log.item))
             counted.append((events, chosen))
             results.append(Added(len(chosen.kept), chosen.repeated, len(chosen.late), chosen.over_quota))
-        rows = [(events, chosen.kept) for events, chosen in counted]
-        changes = first_columns(rows, self.layout, self.tables, get, names)
         if self.counters is not None and counted:
             changes |= self.counters.changes(get, counted, self._ids)
         return counted, results, changes | now.changes()
@@ -340,7 +338,8 @@ class UserState:
         return request
 
     def _with_events(self, request: Request, events: np.ndarray) -> Request:
-        stored, reader, events = request.stored, self.reader, newer(events, self.retention.oldest())
+        stored, reader, oldest = request.stored, self.reader, self.retention.oldest()
+        events, stored.oldest = newer(events, oldest), None if oldest == -np.inf else oldest
         end = int(events[TIME].searchsorted(stored.now))
         events = events[max(0, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None

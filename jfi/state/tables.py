@@ -15,7 +15,7 @@ from jfi.data.prepared.stages.columns import Columns
 from jfi.data.schema.columns import CodedColumn
 from jfi.data.schema.semantic_ids import SemanticIDs
 from jfi.serving.validation import LONGEST_ID
-from jfi.state.columns import ColumnLayout, Entity, Values, layouts_of, write_columns
+from jfi.state.columns import KNOWN, ColumnLayout, Entity, Values, layouts_of, write_columns
 from jfi.state.dictionaries import Cache
 from jfi.state.layout import StateInfo
 from jfi.state.stores import Store
@@ -119,6 +119,8 @@ def _write(
             read[name] = np.append(numbers(name), np.nan)[rows].__getitem__
         else:
             read[name] = _Texts(categories(name), rows, is_list=one.kind == "texts")
+    if layout.sids:
+        read[KNOWN] = (rows >= 0).__getitem__
     for begin, end in blocks(len(ids), _AT_ONCE):
         part = slice(begin, end)
         columns = {name: one(part) for name, one in read.items()}

@@ -38,8 +38,6 @@ class LogRows:
         users: `[N]` texts of the users' ids.
         records: `[N]`, of EventLayout; the numbers of texts are 0.
         texts: by column of texts the value of each row, `[N]`; of lists `[N * size]`.
-        lacking: columns that the rows do not have; the state's items and users have them, see
-            `jfi.state.columns.complete`.
         labels: `[N]` float32, NaN for none.
         in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
@@ -52,7 +50,6 @@ class LogRows:
     users: list[str]
     records: np.ndarray
     texts: dict[str, list[str | None]]
-    lacking: list[str]
     labels: np.ndarray
     in_history: np.ndarray
     sessions: np.ndarray
@@ -70,7 +67,7 @@ class LogRows:
         of_rows = (one[rows] for one in (self.labels, self.in_history, self.sessions))
         users, place = [self.users[row] for row in rows], lambda row, name: self.place(int(rows[row]), name)
         given, raw = ({name: taken(one, rows) for name, one in of.items()} for of in (self.given, self.raw))
-        return LogRows(users, self.records[rows], own, self.lacking, *of_rows, place, given, raw)
+        return LogRows(users, self.records[rows], own, *of_rows, place, given, raw)
 
     def numbered(self, names: Dictionaries, rows: np.ndarray) -> np.ndarray:
         """Returns the records of rows `[K]` int64, with the numbers of their texts."""

@@ -206,7 +206,7 @@ def test_a_log_and_the_events_after_it(is_implicit):
         part: digests(part.removeprefix("column ")[:1].encode(), np.arange(size)) for part, size in sizes.items()
     }
     counted = Counted(log)
-    counted.records |= counted.live.records_of(index, by_part)
+    counted.records |= counted.live.records_of(index, by_part, np.arange(ITEMS, dtype=np.uint64))
     for rows in (first, np.arange(300)):
         counted.add(log.events(rows[200:]))
         for user in range(USERS):
@@ -230,7 +230,8 @@ def test_columns_may_have_names_that_look_like_those_of_arrays():
     wanted = Statistics(index, *made).compute(queries)
     live = LiveCounters(settings_of(False, {name: ItemColumn(name, 3, 1) for name in names}, of_events))
     sizes = {"user": USERS, "item": ITEMS, **dict.fromkeys(ids, 3)}
-    records = dict(live.records_of(index, {part: digests(b"d", np.arange(n)) for part, n in sizes.items()}))
+    by_part = {part: digests(b"d", np.arange(n)) for part, n in sizes.items()}
+    records = dict(live.records_of(index, by_part, np.arange(ITEMS, dtype=np.uint64)))
     of_items = {one.key: np.where(one.ids > 0, digests(b"d", one.ids), np.uint64(0)) for one in columns.values()}
     query = LiveRows(digests(b"d", none), digests(b"d", np.arange(ITEMS)), queries.seconds, of_items)
     check(live.compute(lambda keys: [records.get(key) for key in keys], query), wanted)

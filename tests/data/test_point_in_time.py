@@ -460,7 +460,7 @@ def test_records_of_a_log_answer_as_its_index_does_after_it(tmp_path_factory, ki
         sizes |= {part: column.size for part, column in index.item_columns.items()}
         digests = {part: 1 + np.arange(size, dtype=np.uint64) for part, size in sizes.items()}
         live = LiveCounters(statistics_settings(config, schema))
-        records = dict(live.records_of(index, digests))
+        records = dict(live.records_of(index, digests, np.arange(len(items), dtype=np.uint64)))
         unknown, values = np.uint64(1 << 40), {}
         for part, own in ids.items():
             values[part.removeprefix("column ")] = np.where(own > 0, digests[part][own], np.uint64(0))

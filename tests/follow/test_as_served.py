@@ -4,6 +4,7 @@
 import re
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pytest
 from serving.state.conftest import new_store, redis_socket  # noqa: F401
 
-from jfi.data import load_dataset
+from jfi.data import DataConfig, load_dataset
 from jfi.follow.feed import Feed
 from jfi.follow.parts import Part
 from jfi.follow.rows import PartRows, Reading
@@ -33,15 +34,15 @@ ALL = pa.schema([(one.name, pa.float64() if one.name == "price" else one.type) f
 ALL = ALL.append(pa.field("event", pa.string()))
 CASES = {
     "plain": {},
-    "statistics": {"statistics": ["item", "user", "user_item", "popularity"], "history": "position >= 3"},
-    "sessions": {"statistics": ["session", "similar"], "session": "visit"},
+    "statistics": {"statistics": ["item", "user", "user_category", "popularity"], "history": "position >= 3"},
+    "sessions": {"statistics": ["session", "similar", "user_item"], "session": "visit"},
     "ids of events": {"event_id": "event", "statistics": ["item", "event_values"]},
     "items": {"items": "items.parquet", "statistics": ["user_category"]},
 }
 
 
 def stream(rows: list[dict], draw: np.random.Generator) -> list[list[dict]]:
-    """Rows as they come: some late, again, at one time, or before their labels, in bodies of any size."""
+    """Rows as they come: some late, again, at one time, or before their labels, in bodies of any size and order."""
     sent, later = [], []
     for number, row in enumerate(rows):
         kind = draw.random()
@@ -58,7 +59,7 @@ def stream(rows: list[dict], draw: np.random.Generator) -> list[list[dict]]:
     bodies = []
     while order:
         count = int(draw.choice([1, 2, 7, 40]))
-        bodies.append(order[:count])
+        bodies.append(order[:count][:: draw.choice([1, -1])])
         order = order[count:]
     return bodies
 
@@ -91,19 +92,10 @@ def kept(store: Store) -> dict:
 )
 def test_a_log_that_is_followed_sent_and_fed_leaves_the_same_state(case, seed, tmp_path, new_store):
     draw = np.random.default_rng(seed)
-    rows = [row | {"event": f"e{number}"} for number, row in enumerate(make_rows(500, seed))]
-    if case == "plain":  # statistics are counted by an item's columns when training, and by a row's own in a server
-        rows = [row | changing(row, draw) for row in rows]
-    rows = [row | {"timestamp": row["timestamp"] // 40 * 40} for row in rows]  # many of one time
-    write(tmp_path / "log.parquet", rows[:KNOWN], ALL)
-    config = replace(config_of(tmp_path / "log.parquet", tmp_path).data, features=FEATURES, **CASES[case])
-    if config.items is not None:
-        items = {row["item_id"]: {name: row[name] for name in ("item_id", "tags", "brand")} for row in rows[::2]}
-        config = replace(config, items=str(tmp_path / config.items))
-        write(Path(config.items), list(items.values()), pa.schema([ALL.field(name) for name in items[0]]))
-    config = config.resolved()
+    rows = rows_of(seed, draw)
+    config = run_of(case, rows, tmp_path)
     schema, bodies = load_dataset(config).schema, stream(rows[KNOWN:], draw)
-    bodies, requests = without(bodies, config.items), requests_of(config, schema)
+    requests = requests_of(config, schema)
     sent, fed = new_store("sent"), new_store("fed")
     open_state(tmp_path / "followed", config, schema).close()
     with closing(LmdbStore(tmp_path / "followed")) as store:
@@ -123,9 +115,69 @@ def test_a_log_that_is_followed_sent_and_fed_leaves_the_same_state(case, seed, t
             assert found[key] == value, key
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_log_that_is_followed_leaves_the_state_of_the_whole_log(case, seed, tmp_path):
+    rows = rows_of(seed, np.random.default_rng(seed))
+    config = run_of(case, rows, tmp_path)
+    schema = load_dataset(config).schema
+    with closing(open_state(tmp_path / "followed", config, schema)) as state:
+        times = [row["timestamp"] for row in rows]
+        cuts = [number for number in range(KNOWN, len(rows)) if times[number] != times[number - 1]][3::5]
+        bodies = [rows[begin:end] for begin, end in pairwise([KNOWN, *cuts, len(rows)])]
+        follow_bodies(state, Reading(config, schema, None, LATE), bodies, tmp_path)
+    write(tmp_path / "whole.parquet", rows, schema_of_rows(rows))
+    open_state(tmp_path / "whole", replace(config, interactions=str(tmp_path / "whole.parquet")), schema).close()
+    with closing(LmdbStore(tmp_path / "followed")) as one, closing(LmdbStore(tmp_path / "whole")) as other:
+        found, wanted = kept(one), kept(other)
+    assert found.keys() == wanted.keys()
+    names = [] if state.counters is None else state.counters.live.names.values()
+    of_users = [one for one in names if "order" in one.dtype.names]
+    for key, value in wanted.items():
+        if key[0] != "statistics":
+            assert found[key] == value, key
+        for one in of_users:  # sums are rounded in another order
+            if key[0] == "statistics" and key[1].startswith(one.prefix):
+                was, whole = (np.frombuffer(own, one.dtype)[["time", "order"]] for own in (found[key], value))
+                assert was.tolist() == whole.tolist(), key
+
+
+def rows_of(seed: int, draw: np.random.Generator) -> list[dict]:
+    """Rows of which many have one time, and whose items and users change their columns; ids are integers or texts."""
+    rows = [row | changing(row, draw) | {"event": f"e{n}"} for n, row in enumerate(make_rows(500, seed))]
+    for row in rows:
+        row["timestamp"] = row["timestamp"] // 400 * 400
+        user = row["user_id"][1:]
+        row["user_id"], row["item_id"] = (user, row["item_id"]) if seed else (f"u{user}", f"number {row['item_id']}")
+    assert any(row["brand"] is row["tags"] is None for row in rows)
+    is_number = isinstance(rows[0]["item_id"], int)
+    rows = list({(row["user_id"], row["item_id"], row["timestamp"]): row for row in rows}.values())
+    assert len({(row["user_id"], row["timestamp"]) for row in rows}) < len(rows) - 20
+    return sorted(rows, key=lambda row: (row["timestamp"], row["user_id"].zfill(3 * is_number), row["item_id"]))
+
+
+def schema_of_rows(rows: list[dict]) -> pa.Schema:
+    """The types of rows, whose items are integers or texts."""
+    kind = pa.array([rows[0]["item_id"]]).type
+    return ALL.set(ALL.get_field_index("item_id"), pa.field("item_id", kind))
+
+
+def run_of(case: str, rows: list[dict], folder: Path) -> DataConfig:
+    """Writes the first rows and a table of items; returns the section `data` of their run."""
+    write(folder / "log.parquet", rows[:KNOWN], schema_of_rows(rows))
+    config = replace(config_of(folder / "log.parquet", folder).data, features=FEATURES, **CASES[case])
+    if config.items is not None:
+        names = ("item_id", "tags", "brand")
+        items = {row["item_id"]: {name: row[name] for name in names} for row in rows[::2]}
+        config = replace(config, items=str(folder / config.items))
+        write(Path(config.items), list(items.values()), pa.schema([schema_of_rows(rows).field(one) for one in names]))
+    return config.resolved()
+
+
 def changing(row: dict, draw: np.random.Generator) -> dict:
     """Columns of an item and a user that are other ones in each row, and often missing."""
-    columns = {"brand": f"b{draw.integers(5)}", "tags": row["tags"], "age": f"a{draw.integers(4)}"}
+    tags = [f"t{one}" for one in draw.choice(6, draw.integers(1, 4), replace=False)]
+    columns = {"brand": f"b{draw.integers(5)}", "tags": tags, "age": f"a{draw.integers(4)}"}
     lacks = draw.random() < 0.4
     return {name: None if lacks or draw.random() < 0.2 else value for name, value in columns.items()}
 
@@ -133,17 +185,11 @@ def changing(row: dict, draw: np.random.Generator) -> dict:
 def follow_bodies(state: LogState, reading: Reading, bodies: list[list[dict]], folder: Path) -> None:
     for number, body in enumerate(bodies):
         path = folder / "parts" / f"{number:04d}.parquet"
-        write(path, body, pa.schema([one for one in ALL if one.name in body[0]]))
+        write(path, body, schema_of_rows(body))
         (work := folder / f"work-{number}").mkdir()
         found = PartRows(Part(path.name, path, 0, 0), state, reading, work)
         state.end_part(path.name, found.newest)
     state.commit()
-
-
-def without(bodies: list[list[dict]], items: str | None) -> list[list[dict]]:
-    """Bodies without the columns of a table of items."""
-    apart = set() if items is None else {"tags", "brand"}
-    return [[{name: row[name] for name in row if name not in apart} for row in body] for body in bodies]
 
 
 def state_of(store: Store, requests: Schema) -> tuple[UserState, EventReader]:

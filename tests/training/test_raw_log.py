@@ -9,6 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from commands import run
 
+from jfi import load_run
+from jfi.cli.state import make_state
 from jfi.state.stores import StateError
 from jfi.training import ConfigError
 
@@ -34,7 +36,7 @@ def stream(seed: int = 0) -> pa.Table:
     return pa.table(dict(zip(("user_id", "item_id", "timestamp", "event"), zip(*rows, strict=True), strict=True)))
 
 
-def test_views_are_samples_and_later_purchases_their_label(tmp_path):
+def test_views_are_samples_and_later_purchases_their_label(tmp_path, capsys):
     table, path, folder = stream(), tmp_path / "log.parquet", tmp_path / "run"
     pq.write_table(table, path)
     run(
@@ -75,6 +77,10 @@ def test_views_are_samples_and_later_purchases_their_label(tmp_path):
 
     with pytest.raises(StateError, match=r"labels with a window \(within\) are of tables; a state has no"):
         run("state", "load", "--run", folder, "--state", tmp_path / "state")
+    make_state(str(tmp_path / "state"), load_run(folder), folder)  # as on export
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert "a state has no statistics of them; score tables by `jfi predict`, or train with" in said
+    assert "jfi state load" not in said and not (tmp_path / "state").exists()
     (parts := tmp_path / "parts").mkdir()
     with pytest.raises(ConfigError, match=r"labels with a window \(within\) are of tables; --follow makes"):
         run("train", "--resume", folder, "--follow", parts)

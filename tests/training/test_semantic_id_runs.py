@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import commands
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -19,6 +20,7 @@ from worker import without_pictures
 
 import jfi
 from jfi import SemanticIDEmbedding
+from jfi.cli.audit import audit_of
 from jfi.data import DataConfig, DataError, load_dataset
 from jfi.data.config_checks import check_data_config
 from jfi.data.prepared.prepare import prepare_dataset
@@ -28,8 +30,9 @@ from jfi.semantic_ids import UNKNOWN_SID, Codec, DiscretePCA
 from jfi.serving.dataset_schema import schema_of
 from jfi.serving.export import Export, inputs_of, tables_of
 from jfi.serving.model import ScoringModel
+from jfi.serving.request_log import Line, digests
 from jfi.serving.requests import BadRequestError, RequestReader
-from jfi.serving.schema import Limits
+from jfi.serving.schema import Limits, Served
 from jfi.serving.scorer import Scorer, batch_inputs
 from jfi.serving.tables import FloatTables
 from jfi.state.load import fill
@@ -495,6 +498,25 @@ def test_a_request_by_ids_has_the_semantic_ids_of_the_state(folder, tmp_path):
             np.testing.assert_array_equal(one.ids[name], ids, name)
         newest = [one for one in map(row, range(300)) if one[0] == "u1"][-12:]
         assert one.ids["history_sid"].tolist() == [known.get(event[1], UNKNOWN_SID) for event in newest]
+
+
+def test_an_audit_reads_the_semantic_ids_that_a_request_gives(folder, tmp_path):
+    run = jfi.load_run(folder / "run")
+    schema = schema_of(run.config.data, run.schema, True, True)
+    with closing(open_store(str(tmp_path / "state"), create=True)) as store:
+        fill(store, schema, run.config.data, run.schema, None)
+        reader = RequestReader(schema, Limits(20, 12), state=read_layout(store).info)
+        first, second = pq.read_table(folder / "sids.parquet")["sid"].unique().to_pylist()[:2]
+        given = {"item_id": ["i0", "i1", "i2", "i10"], "sid": [str(second), first, None, second]}
+        body = {"user": "u1", "candidates": given, "context": {"price": 1}, "time": 20_000}
+        body["codec"] = run.schema.codec.fingerprint
+        (request,) = UserState(store, reader).fill([reader(body)])
+    assert request.ids["item_sid"].tolist() == [second, first, UNKNOWN_SID, second]
+    model, raw = Served("a", None, None, "logits"), msgspec.Raw(json.dumps(body).encode())
+    line = Line("r", 0.0, 20_000.0, model, None, 0, True, [0.0] * 4, digests(request, reader), raw)
+    (tmp_path / "requests-1.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+    report = audit_of(run)(tmp_path / "requests-1.jsonl")
+    assert report.compared == 1 and not report.features
 
 
 @pytest.mark.slow  # compiling takes half a minute

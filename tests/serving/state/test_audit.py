@@ -19,10 +19,11 @@ import jfi
 from jfi.cli.audit import audit_of
 from jfi.data.io.blocks import count_rows
 from jfi.serving import artifact
-from jfi.serving.request_log import RequestLog
+from jfi.serving.request_log import RequestLog, read_lines
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.state.deletions import METADATA, PartInfo, append_deletions, deletion_of
 from jfi.state.dictionaries import text_key
+from jfi.state.retention import KEEP_ALL, Retention
 from jfi.state.stores import open_store
 from jfi.utils.exit_codes import DIFFERS
 
@@ -70,14 +71,13 @@ def serving(made, tmp_path):
     """Opens a server on a copy of the state; it may be changed first."""
 
     @contextmanager
-    def serve(path=made.path, output="logits", change=lambda store: None):
+    def serve(path=made.path, output="logits", change=lambda store: None, retention=KEEP_ALL):
         if not (tmp_path / "state").exists():
             shutil.copytree(made.state, tmp_path / "state")
         with closing(open_store(str(tmp_path / "state"), max_gb=1)) as store:
             change(store)
-            server = Server(
-                Scorer(path, output=output, state=StateSettings(store, max_late=1e9)), tmp_path / "requests"
-            )
+            settings = StateSettings(store, max_late=1e9, retention=retention)
+            server = Server(Scorer(path, output=output, state=settings), tmp_path / "requests")
             yield server
             server.close()
 
@@ -189,6 +189,22 @@ def test_positions_count_the_rows_that_a_deletion_has_removed(made, serving, tmp
     rebuild = audit_of(made.run, [str(log)])._rebuild
     counts = [count_rows(rebuild.history_at(position)) - count_rows(rebuild.own) for position in range(8)]
     assert counts == [0, 0, 0, 1, 2, 2, 3, 3]
+
+
+def test_events_that_had_expired_are_no_difference(made, serving, tmp_path):
+    table, times = pq.read_table(made.run.path.parent / "tables/interactions.parquet").to_pylist(), {}
+    for row in table:
+        times.setdefault(row["user"], []).append(row["timestamp"])
+    user = max(times, key=lambda one: len({*times[one]}))
+    moments, now = sorted(times[user]), [0.0]
+    with serving(retention=Retention(1e6, clock=lambda: now[0])) as server:
+        for kept in (0, 1, 9, len(moments)):
+            now[0] = (moments[-1 - kept] if kept < len(moments) else moments[0] - 1) + 1e6
+            server.score(by_id(user, moments[-1] + 10))
+    lengths = [int(line.features["history length"]) for line in read_lines(tmp_path / "requests")]
+    assert lengths[0] == 0 < lengths[1] < lengths[2] < lengths[3]
+    report, causes = audited(made, tmp_path, log=False)
+    assert (report.compared, report.scores, causes) == (4, 4, {}) and report.largest < 1e-5
 
 
 def test_events_of_another_time_zone_are_named(made, serving, tmp_path):

@@ -133,24 +133,29 @@ def test_a_request_by_ids_is_that_which_carries_the_columns(by_id):
                 assert found.num_events == whole.num_events
 
 
-def test_new_ids_get_the_columns_of_their_first_row_with_any(by_id):
+def test_new_ids_without_a_table_get_the_columns_of_their_first_row(by_id):
     *_, reader, store = by_id
     state = UserState(store, reader, max_late=np.inf)
-    events, ids = EventReader(state.layout), {"item_id": "new", "user_id": "new"}
-    first = {"brand": "b1", "tags": ["t1", "t2", "t3"], "price": 1.5, "kind": "k1", "slot": "s"}
-    first |= {"city": "a", "likes": ["x", "y"], "income": 3.0}
-    first = {name: value for name, value in first.items() if name in events.optional}  # else a table has them
-    later = {name: {str: "b2", float: 7.0, list: ["t4"]}[type(value)] for name, value in first.items()}
-    assert set(ITEM) & first.keys() and store.get([b"Inew", b"Unew"]) == [None, None]
-    for number, columns in enumerate([{}, dict.fromkeys(first), first, later]):
-        if number == 2:
-            assert store.get([b"Inew", b"Unew"]) == [None, None]
-        row = dict.fromkeys(events.required) | columns | ids | {"timestamp": 5000.0 + number}
-        assert state.add([events([row])])[0].added == 1
-    columns = [{name: first.get(name) for name in names} for names in (USER, ITEM)]
-    (found,) = state.fill([reader(carrying("new", ["new"]))])
-    (wanted,) = state.fill([reader(carrying(columns[0] | {"user_id": "new"}, [columns[1] | {"item_id": "new"}]))])
-    assert_same(found, wanted)
+    events = EventReader(state.layout)
+    full = {"brand": "b1", "tags": ["t1", "t2", "t3"], "price": 1.5, "kind": "k1", "slot": "s"}
+    full |= {"city": "a", "likes": ["x", "y"], "income": 3.0}
+    full = {name: value for name, value in full.items() if name in events.optional}
+    later = {name: {str: "b2", float: 7.0, list: ["t4"]}[type(value)] for name, value in full.items()}
+    assert set(ITEM) & full.keys()
+    for new, first in {"full": full, "null": dict.fromkeys(full), "without": {}}.items():
+        ids = {"item_id": new, "user_id": new}
+        keys = [f"I{new}".encode(), f"U{new}".encode()]
+        for number, columns in enumerate([first, later]):
+            row = dict.fromkeys(events.required) | columns | ids | {"timestamp": 5000.0 + number}
+            assert state.add([events([row])])[0].added == 1
+        has_table = [of in state.layout.log.tables for of in ("item", "user")]
+        assert [value is None for value in store.get(keys)] == has_table
+        kept = [{} if is_table else first for is_table in has_table]
+        user = {name: kept[1].get(name) for name in USER} | {"user_id": new}
+        item = {name: kept[0].get(name) for name in ITEM} | {"item_id": new}
+        (found,) = state.fill([reader(carrying(new, [new]))])
+        (wanted,) = state.fill([reader(carrying(user, [item]))])
+        assert_same(found, wanted)
 
 
 def test_a_column_that_the_request_gives_wins(by_id):
