@@ -210,7 +210,7 @@ def test_a_store_that_does_not_answer_gives_the_means(folder, past_scorer, monke
     def fail(*_):
         raise StoreUnavailableError("away")
 
-    monkeypatch.setattr(past_scorer.state.store, "get", fail)
+    monkeypatch.setattr(past_scorer.state.store, "snapshot", fail)
     read = reader(request)
     with pytest.raises(StoreUnavailableError):
         past_scorer.score([read])
