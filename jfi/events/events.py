@@ -61,7 +61,6 @@ class SortedEvents:
 
         Args:
             rows: `[B]` int64.
-            max_history: no history is longer.
         """
         start = self.first.take(self.user.take(rows))
         end = self._first_of_the_moment(start, rows)
@@ -119,10 +118,6 @@ class Histories:
     def blocks(self, events: SortedEvents, size: int) -> Iterator[tuple[slice, slice, np.ndarray]]:
         """Yields whole histories, of at most `size` events together or a longer one.
 
-        Args:
-            events: all events.
-            size: number of events.
-
         Returns:
             The range of the B histories and that of the S events, and these events, int64.
         """
@@ -172,7 +167,6 @@ def order_by_item(events: SortedEvents, out: np.ndarray | None = None, rows_at_o
     """`[E]`, the rows sorted by (user, item, timestamp): each user's rows, in another order.
 
     Args:
-        events: sorted events.
         out: `[E]` integers to write to, such as the map of a file.
         rows_at_once: about as many rows are sorted together, so that memory beyond the result is bounded, up to the
             longest user.
@@ -211,9 +205,7 @@ def session_starts(events: SortedEvents, session: np.ndarray | None, new: New, r
     """`[H]` int64, for each row of histories the first one of its session, which has all of its first moment.
 
     Args:
-        events: all E events.
         session: `[E]` integers, equal for the events of a session of a user, or None without a column of it.
-        new: makes the array.
         rows_at_once: about as many events are in memory together, up to the user with the most.
     """
     found = new(len(events) if events.rows is None else len(events.rows), np.int64)

@@ -70,8 +70,6 @@ def columns_of(
     """The dense features that groups make, in their order.
 
     Args:
-        groups: names of groups.
-        is_implicit: whether every row is a positive.
         categories: the categorical columns of the item but its id.
         numbers, values: the numbers and the categorical columns of events.
 

@@ -28,9 +28,6 @@ _KEYS_AT_ONCE = 1 << 16
 class LiveCounters:
     """The statistics of a log that grows.
 
-    Args:
-        settings: of the statistics.
-
     Example:
         >>> counters, store = LiveCounters(StatisticsSettings("user", "item", ["item"], 8, [], False, 2, [], {})), {}
         >>> get = lambda keys: [store.get(key) for key in keys]
@@ -85,12 +82,7 @@ class LiveCounters:
         return [name.prefix + user for name in self.names.values() if name.key[:1] == ("user",)]
 
     def compute(self, get: Get, queries: LiveRows) -> StatisticColumns:
-        """Returns by column the statistics `[N]` of queries.
-
-        Args:
-            get: reads records by key.
-            queries: users, candidates and times.
-        """
+        """Returns by column the statistics `[N]` of queries."""
         return _joined([self._compute(index) for index in self._indices(get, queries, {})])
 
     def add(self, get: Get, events: LiveRows) -> dict[bytes, bytes]:
@@ -104,7 +96,6 @@ class LiveCounters:
         """Counts events; returns the statistics of each as of its own time, and the records that have changed.
 
         Args:
-            get: reads records by key.
             events: in the order of `LiveRows.by_time`.
         """
         parts, changes = [], {}

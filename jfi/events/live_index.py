@@ -98,10 +98,8 @@ class LiveIndex:
     """The records of the keys of some rows, with the rows themselves if these are events.
 
     Args:
-        settings: of the statistics.
         names: the sorted rows that they read, by their names.
         get: reads records by key; it is called twice.
-        rows: queries or events.
     """
 
     def __init__(self, settings: StatisticsSettings, names: dict[str, KeyedRows], get: Get, rows: LiveRows) -> None:
@@ -342,7 +340,6 @@ def keys_of(name: KeyedRows, numbers: np.ndarray, digests: Mapping[str, np.ndarr
     """Returns the keys of the records of sorted rows.
 
     Args:
-        name: of the rows.
         numbers: `[K]` int64, keys as `PastIndex.keys` makes them.
         digests: by part of a key those of its values `[N]` uint64, by number.
     """

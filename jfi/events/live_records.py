@@ -36,7 +36,6 @@ class KeyedRows:
     Args:
         text: its name in a PastIndex, such as "labeled by item".
         rows: the set, "labeled" or "history"; or "pairs of ...".
-        key: the parts of the key.
         sums: what is summed over the rows.
         decays: the sums that are halved by half-lives, such as "rows by 3600.0".
     """
@@ -103,9 +102,7 @@ def add_rows(name: KeyedRows, old: np.ndarray, added: AddedRows, times: np.ndarr
     Of equal times the old rows come first; in a user's records all are in the order of items.
 
     Args:
-        name: of the rows.
         old: the entries of the records, one after the other.
-        added: the rows.
         times: ascending, all times of both, and infinity.
 
     Returns:
@@ -148,9 +145,7 @@ def _add_decayed(
     """Writes to entries the sums of the rows up to each of them, which are halved by half-life of their age.
 
     Args:
-        name, old, added: see `add_rows`.
         merged: of the entries the source, the index of the old one that it is or that follows it, and the key.
-        found: the entries.
     """
     (source, following, key), time = merged, found["time"]
     is_new, is_row = source >= 0, np.isfinite(time)
@@ -184,7 +179,6 @@ def rows_that_stay(name: KeyedRows, key: np.ndarray, session: np.ndarray | None)
     """Returns which rows stay in the store `[N]` bool.
 
     Args:
-        name: of the rows.
         key: `[N]` of the rows, ascending.
         session: `[N]` equal for the rows of a session; None where sessions do not count.
     """
@@ -221,9 +215,7 @@ def entries_of_log(
     """Returns the entries of the records of K keys of a log, one record after the other.
 
     Args:
-        name: of the rows.
         source: their name in the log's index.
-        index: of the log.
         rows: `[N]` int64, the sorted rows of the keys that stay.
         of: of each key the first of all its rows, the one behind them, and how many stay, `[K]` int64 each.
 

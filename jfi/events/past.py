@@ -104,9 +104,6 @@ class Past:
         Args:
             rows: blocks of them: the keys, int64 from 0; the moments, integers in `[0, moments)`, equal for rows of the
                 same time and larger for later ones; and numbers that tell rows apart, integers.
-            count: the number of rows.
-            moments: the number of moments.
-            new: makes the arrays, also temporary ones.
         """
         columns: list[np.ndarray] = []
         end = largest = 0
@@ -177,7 +174,6 @@ class Past:
 
         Args:
             prefix: `[N + 1]`, prefix sums of what is summed; None for nothing.
-            new: makes the arrays.
         """
         size = len(self.codes)
         count, total = new(size, index_type(size)), None if prefix is None else new(size, np.float64)
@@ -207,10 +203,8 @@ class Past:
         """`[N]` float64, for each sorted row the sum up to it of its key's rows, each halved by half-life of its age.
 
         Args:
-            values: what is summed.
             seconds: `[M]` float64, the times of the moments.
             half_life: in seconds.
-            new: makes the array, and a temporary one.
         """
         size = len(self.codes)
         total, decay, start, longest = new(size, np.float64), new(size, np.float64), 0, 1

@@ -257,12 +257,7 @@ class PastIndex:
 
 
 class Tallies:
-    """The tallies of B queries; each is made when it is first read.
-
-    Args:
-        index: of the dataset.
-        queries: the queries.
-    """
+    """The tallies of B queries; each is made when it is first read."""
 
     def __init__(self, index: PastIndex, queries: Queries) -> None:
         self.index, self.queries, self.seconds = index, queries, queries.seconds

@@ -171,8 +171,6 @@ class Statistics:
     """Makes the columns of some groups.
 
     Args:
-        index: of the dataset.
-        groups: their names.
         categories: the categorical columns of the item but its id.
         window: the newest events that `similar` compares a target with.
         half_lives: of `popularity`, in seconds.

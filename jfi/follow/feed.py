@@ -35,7 +35,6 @@ class Feed:
     """Adds the parts of a folder to the state of a server, in the order of their names. Of several servers one does.
 
     Args:
-        folder: of the parts.
         clock: seconds that only grow.
 
     Raises:
@@ -69,8 +68,6 @@ class Feed:
         """Adds the next part; returns whether there was one.
 
         Args:
-            state: to add to.
-            events: makes rows of columns.
             told: is called with what became of rows that were added together.
 
         Raises:
@@ -147,8 +144,6 @@ def transactions(path: Path, events: EventReader, after: float = -np.inf) -> Ite
     rows from the part moves no place.
 
     Args:
-        path: of the part.
-        events: makes rows of the columns.
         after: place after which the rows are yielded.
 
     Raises:

@@ -77,9 +77,6 @@ class LogTrainer(Steps):
 
     Args:
         config: of the run. Its learning rates are the base rates from now on: a log has no end to decay to.
-        schema: of the run.
-        world: of one process.
-        reading: settings by which parts are read.
         clock: seconds that only grow; another one in tests.
     """
 

@@ -20,7 +20,6 @@ class RefusedPart(DataError):
     """A fault in a part, which has changed nothing.
 
     Args:
-        path: of the part.
         fault: the message, as one line that names the path.
     """
 
@@ -35,8 +34,6 @@ class Part:
 
     Args:
         name: of the file; parts are trained in the order of their names.
-        path: of the file.
-        size: its bytes.
         modified: its time of modification, in nanoseconds.
         sha256: of its content; "" until it is read.
         deletions: of its folder: users whose rows do not count, in this part or another one.
@@ -87,7 +84,6 @@ class PartFolder:
     """The files `*.parquet` of a folder; names that begin with `.` or `_` are those of files that are being written.
 
     Args:
-        folder: of the parts.
         option: that names it, for messages.
 
     Raises:

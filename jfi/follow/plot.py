@@ -21,9 +21,7 @@ def draw_windows(log: Path, open_windows: Sequence[dict], path: Path) -> bool:
     """Plots NE and AUC, or RMSE, of each label by hour and by day of log time, as a PNG.
 
     Args:
-        log: the lines of metrics.
         open_windows: metrics of the windows that have not ended.
-        path: the file to write.
 
     Returns:
         Whether there was something to plot.

@@ -62,8 +62,6 @@ class Reading:
 
     Args:
         config: the section `data` of the run, with the meaning of its columns.
-        schema: of the run.
-        policy: of the run, or None.
         late_seconds: a row that is further behind its user's newest row before its part is left out.
     """
 
@@ -79,9 +77,6 @@ class CountedRows:
     Rows of one time do not see each other, as in training.
 
     Args:
-        overlay: has the counters' records.
-        counters: of the run.
-        schema: of the run.
         is_counted: `[N]` bool, the rows of the part that were counted as events, without a label.
     """
 
@@ -95,7 +90,6 @@ class CountedRows:
 
         Args:
             raw: the columns of the part and of the events of its users before it.
-            ids: of the features.
             rows: `[N]` the rows of the part, by user and time.
             of_part: `[N]` their indices in the part.
         """
@@ -141,9 +135,6 @@ class PartRows:
     """Reads a part into a dataset, and changes the records of its users, items and statistics.
 
     Args:
-        part: of the log.
-        state: of the log before the part.
-        reading: settings.
         folder: an empty folder for the files of the dataset.
 
     Raises:

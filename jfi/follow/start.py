@@ -159,9 +159,6 @@ def publishing(run: RunFolder, trainer: LogTrainer, schema: DataSchema, policy: 
     None is published while `training.publish_if` does not hold for the hour of log time so far.
 
     Args:
-        run: the run.
-        trainer: of the run.
-        schema: of the batches.
         policy: which events of a history the model reads, or None for all.
     """
     config, folder = trainer.config, run.path / PUBLISHED

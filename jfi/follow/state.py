@@ -108,13 +108,7 @@ class Overlay:
 
 
 class LogState:
-    """The state of a run that follows a log.
-
-    Args:
-        store: of `open_state`.
-        config: the section `data` of the run.
-        schema: of the run.
-    """
+    """The state of a run that follows a log."""
 
     def __init__(self, store: Store, config: DataConfig, schema: DataSchema) -> None:
         self._store, self.overlay = store, Overlay(store)
@@ -167,11 +161,6 @@ class LogState:
 def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState:
     """Opens the state in `folder`; makes it of the run's own interactions, of all splits, if it is not there.
 
-    Args:
-        folder: of the store.
-        config: the section `data` of the run.
-        schema: of the run.
-
     Raises:
         DataError: the run's interactions are missing or malformed.
     """
@@ -200,7 +189,6 @@ def contents(table: SourceRows, config: DataConfig) -> dict[str, str]:
 
     Args:
         table: whose times have been read.
-        config: the section `data` of the run.
     """
     found, layout = {}, find_layout(table.name, config.delimiter)
     labels = {only_column(one.label) for one in config.targets() if one.label is not None}

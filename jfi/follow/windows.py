@@ -24,9 +24,6 @@ _NONE = -(2**62)
 class Windows:
     """The open windows of each kind.
 
-    Args:
-        labels: of the run.
-
     Example:
         >>> windows = Windows([LabelSpec()])
         >>> time, labels = np.array([10.0, 20.0, 3700.0]), torch.tensor([[1.0], [0.0], [1.0]])

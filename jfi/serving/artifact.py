@@ -76,9 +76,6 @@ class Info(Format):
         cpu: what `cpu_instructions` gave.
         padded: whether each request of a batch is padded to the longest.
         quantization: of the tables.
-        tables: by name.
-        embedding_dim: of the model.
-        inputs: of the dense part.
         limits: the defaults of the server's limits.
         schema: of requests, without the vocabularies.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
@@ -107,7 +104,6 @@ def read(path: Path, sha256: Collection[str] | None = None) -> tuple[Info, dict[
     """Verifies the checksum of every file.
 
     Args:
-        path: of the artifact.
         sha256: those of `sha256_of`, of the artifacts that may be used; None for any.
 
     Returns:
@@ -162,7 +158,6 @@ def load_model(path: Path, sha256: str) -> Any:
     """Loads the dense part, a `torch._inductor` package, from the very bytes that are verified.
 
     Args:
-        path: of the artifact.
         sha256: of model.pt2, as `read` gave it.
 
     Raises:

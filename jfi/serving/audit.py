@@ -29,7 +29,6 @@ class Difference:
 
     Args:
         kind: what has the feature.
-        requests: how many.
         causes: how many by cause, as far as it is known.
         example: of the first request its id, user, first candidate, and what was served and rebuilt.
     """
@@ -97,8 +96,6 @@ class Audit:
     """Audits a log of requests.
 
     Args:
-        rebuild: of the run.
-        checkpoint: fingerprint of the run's parameters.
         outputs: gives the scores `[R, L]` that an output of the server makes of logits `[R, L]`.
         tolerance: most that two scores may differ, times the score where that is above 1.
         examples: most requests for which what takes a log of its own is tried: statistics at a position, time zones.

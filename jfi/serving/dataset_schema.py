@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 def schema_of_model(
     config: DataConfig, data: DataSchema, model: "SequenceDLRM", reads_history: bool, reads_item: bool
 ) -> Schema:
-    """Returns the schema of the requests to a run's model.
-
-    Args:
-        config: the section `data` of the run.
-        data: the schema of the run.
-        model: of the run.
-        reads_history, reads_item: whether it reads histories, and the ids of items.
-    """
+    """Returns the schema of the requests to a run's model."""
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
     schema = schema_of(config, data, reads_history, reads_age, reads_item)
     if not config.statistics_columns():
@@ -40,15 +33,7 @@ def schema_of_model(
 def schema_of(
     config: DataConfig, data: DataSchema, reads_history: bool, reads_age: bool, reads_item: bool = True
 ) -> Schema:
-    """The fields of requests to a model of `data`.
-
-    Args:
-        config: the config that `data` was learnt with.
-        data: the schema whose keys the fields fill.
-        reads_history: whether the model reads events.
-        reads_age: whether the model reads the bucket of the events' age.
-        reads_item: whether the model reads the ids of items.
-    """
+    """The fields of requests to a model of `data`."""
     config, policy = config.resolved(), None
     if config.policy is not None and reads_history:
         policy = PolicyFields(config.dwell, config.surface, config.session, PER_SECOND[config.dwell_unit])
@@ -91,12 +76,7 @@ def schema_of(
 
 
 def statistics_settings(config: DataConfig, schema: DataSchema) -> StatisticsSettings:
-    """Returns the statistics of the past of a run.
-
-    Args:
-        config: the section `data` of a run with `data.statistics`.
-        schema: of the run.
-    """
+    """Returns the statistics of the past of a run."""
     config = config.resolved()
     item = next(one for one in schema.features if one.key == schema.item_key)
     slots: dict[str, list] = {}

@@ -22,10 +22,6 @@ _ONLY, _UNKNOWN = "all", "unknown"
 class RequestPolicy:
     """Chooses among the events of a request.
 
-    Args:
-        policy: of the run.
-        fields: that it reads.
-
     Raises:
         ValueError: a policy that may keep no event.
     """

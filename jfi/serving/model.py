@@ -206,13 +206,7 @@ class ByEvent(NamedTuple):
 
 
 class CandidateAttention(nn.Module):
-    """A feature of a JaggedFeatureInteraction for R candidates, with absorbed key and value projections.
-
-    Args:
-        layer: the trained layer.
-        name: the feature.
-        impl: of the attention, "torch" or "triton".
-    """
+    """A feature of a JaggedFeatureInteraction for R candidates, with absorbed key and value projections."""
 
     def __init__(self, layer: JaggedFeatureInteraction, name: str, impl: str) -> None:
         super().__init__()

@@ -76,9 +76,7 @@ class Manifest:
     """The contents of manifest.json.
 
     Args:
-        format: of the folder.
         version: number of the version; they count from 1.
-        kind: of the version.
         parent: digest of the version that it follows: a delta changes its state, a snapshot has the same state. None
             for one that begins a chain.
         base: SHA-256 of the artifact that it needs, as of `jfi.serving.artifact.sha256_of`.
@@ -106,9 +104,7 @@ class Version:
     """A version whose manifest was verified.
 
     Args:
-        path: its folder.
         digest: SHA-256 of its SHA256SUMS.
-        manifest: what it is.
         sums: SHA-256 by name of file.
     """
 
@@ -130,7 +126,6 @@ class Change:
         version: number of the version that the scorer has afterwards.
         rows: by table the rows [n], their values [n, D], and of a table that grows their raw ids [n], otherwise None.
         tables: all tables, of a snapshot; None for a delta.
-        constants: by name.
     """
 
     version: int
@@ -282,9 +277,7 @@ def read_change(version: Version, base: Version, info: Info, tables_device: str 
     """Reads and verifies what a delta or a snapshot brings.
 
     Args:
-        version: the delta or the snapshot.
         base: the version of its artifact.
-        info: of this artifact.
         tables_device: of the tables; None means that of the dense part.
 
     Raises:

@@ -36,7 +36,6 @@ class Asked(NamedTuple):
     """A logged request as rows of a table.
 
     Args:
-        line: of the log of requests.
         user: text of its user's id.
         items: texts of the candidates' ids.
         columns: values that it gives, of each candidate.
@@ -74,8 +73,6 @@ class Rebuilt:
     """Gives what the training code makes of a request.
 
     Args:
-        batch: has its rows.
-        schema: of the run.
         rows: of the batch, those of its candidates.
         logits: `[R, L]` of the model.
     """
@@ -94,12 +91,7 @@ class Rebuilt:
 
 
 class _Arrays:
-    """The features of a batch by name.
-
-    Args:
-        batch: by sample.
-        schema: of the run.
-    """
+    """The features of a batch by name."""
 
     def __init__(self, batch: Batch, schema: DataSchema) -> None:
         sparse = batch.sparse_features
@@ -139,9 +131,7 @@ class Rebuilder:
     """Rebuilds requests for a run.
 
     Args:
-        schema: of the run.
         config: the section `data` of the run, with the tables of users and items to use.
-        policy: of the run, or None.
         score: gives the logits `[B, L]` of a batch.
         own: the files of the run's own interactions.
         log: the files of the log, whose first rows a state has had, in their order.

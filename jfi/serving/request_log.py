@@ -128,9 +128,6 @@ class RequestLog:
         Args:
             name: its id.
             body: of the request, which was valid.
-            scores: of its answer.
-            request: as it was scored.
-            reader: that has read it.
         """
         if int.from_bytes(blake2b(name.encode(), digest_size=8).digest()) >= self._chosen:
             return
@@ -250,8 +247,6 @@ def remove_user(folder: Path, user: str, user_id: str | None) -> int:
 
     Args:
         folder: of the files, none of which is being written.
-        user: text of the id.
-        user_id: name of its field.
     """
     removed, decode = 0, msgspec.json.Decoder(Line).decode
     for file in _files(folder):

@@ -87,8 +87,6 @@ class RequestReader:
     """Checks and encodes requests.
 
     Args:
-        schema: the fields of a request.
-        limits: the limits of a request.
         policy: chooses among the events, with `schema.policy`.
         answer: what a score is.
         state: describes the state, which has what a request may leave out; None without one.

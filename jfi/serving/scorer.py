@@ -42,11 +42,9 @@ class StateSettings:
     """The state of users, and how it is used.
 
     Args:
-        store: of the state.
         cold_if_unavailable: whether a request is scored without events if the store does not answer.
         max_late, is_logged: as of UserState.
         max_events: most events of a body.
-        retention: which rows of users are taken and kept.
     """
 
     store: Store
@@ -61,7 +59,6 @@ class Scorer:
     """A loaded artifact.
 
     Args:
-        path: folder of the artifact.
         tables_device: device of the embedding tables; None means the device of the dense part.
         max_candidates, max_history: limits of a request; None means those of the artifact.
         output: what a score of a binary label is, "logits", "probabilities", their sigmoids, or "calibrated", the

@@ -100,8 +100,6 @@ class Int8Tables:
 
     Args:
         state: what the collections' state_dicts have, whose names are by table.
-        tables: by name.
-        device: device of the tables.
         ids: by table that grows the raw id [N] of each row.
 
     Raises:

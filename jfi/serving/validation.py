@@ -133,8 +133,6 @@ def table_type(
     """Returns the type of a list of objects, or of values of type `of_ids`, or of an object of lists.
 
     Args:
-        name: of an object.
-        fields: types by name.
         optional: names of the fields that all rows have or none.
         of_ids: None for objects alone.
         bounds: of the number of rows.
@@ -155,7 +153,6 @@ class BodyType:
     """Bodies of a type.
 
     Args:
-        kind: the type.
         names: by part of a body the names of its fields, which messages say; "" for the body itself.
         name: of the body, before the names of its parts in messages.
         whole: of the body alone.

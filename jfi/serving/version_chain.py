@@ -54,7 +54,6 @@ class VersionChain:
     applied, and at the start, the newest whole version that works is loaded.
 
     Args:
-        folder: of the versions.
         load: loads an artifact of the folder.
         tables_device: as of Scorer.
         refused: called with the reason when a version is refused.

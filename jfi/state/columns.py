@@ -38,10 +38,6 @@ Stored = np.ndarray | tuple[np.ndarray, np.ndarray]
 class ColumnLayout:
     """The records of items or of users.
 
-    Args:
-        of: what they are of.
-        columns: beside the id.
-
     Example:
         >>> layout = ColumnLayout("item", [Column("brand", "text"), Column("price", "number")])
         >>> layout.dtype.itemsize, layout.key("i7")
@@ -145,12 +141,7 @@ def with_columns(
     its first row, where they may be missing.
 
     Args:
-        rows: of a log.
         kept: `[K]` int64, those that count; in the order of (time, user, item) the first ones are found.
-        layout: of the records of events.
-        tables: the records of items and of users.
-        get: reads keys of the store.
-        names: gives numbers to texts, and texts to numbers.
     """
     texts, records, changes = dict(rows.texts), rows.records.copy(), Changes()
     ids: dict[Entity, list] = {"item": rows.texts[layout.log.item], "user": rows.users}
@@ -199,11 +190,8 @@ def write_columns(
     """Writes the records of ids, in place of those that they had, all or none of them.
 
     Args:
-        store: of the state.
-        layout: of the records.
         ids: `[N]`.
         columns: `[N]` by name; one that is not given is missing.
-        cache: numbers of the store.
         check: raises an error if the store may not be written.
     """
     new: dict[str, dict[str | None, int]] = {}
@@ -242,11 +230,7 @@ def log_columns(
     """Returns columns of items and users as rows of a log have them, as far as the state has these columns.
 
     Args:
-        tables: the records.
         ids: of the items and the users of the rows, `[N]` each.
-        names: of the columns.
-        get: reads keys of the store.
-        texts: reads its dictionaries.
     """
     found: dict[str, Given] = {}
     for of, layout in tables.items():
@@ -268,10 +252,8 @@ class ModelColumns:
     """Turns records of items or users into what a model reads.
 
     Args:
-        layout: of the records.
         fields: of a candidate or of the user; those that the records have are read.
         known: by column with ids what gives them, as of RequestReader.
-        texts: reads the store's dictionaries.
 
     Raises:
         StateError: the records have a column of another kind than the model reads.

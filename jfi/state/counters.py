@@ -24,9 +24,7 @@ class StateCounters:
     """The statistics of a log that grows, by the ids of users, items and values.
 
     Args:
-        settings: of the statistics.
         schema: of requests, whose events have the columns that are counted by.
-        layout: of the records of events.
 
     Raises:
         StateError: events lack such a column.
@@ -52,13 +50,7 @@ class StateCounters:
         bodies: Sequence[tuple[LogRows, Chosen]],
         ids_of: Callable[[np.ndarray, Mapping[str, Sequence[str | None]]], Mapping[str, np.ndarray]],
     ) -> dict[bytes, bytes]:
-        """Returns what rows change.
-
-        Args:
-            get: reads keys of the store.
-            bodies: of rows, with those that count.
-            ids_of: gives the model's ids of records and texts.
-        """
+        """Returns what rows change."""
         counted = [(one, chosen.kept) for one, chosen in bodies]
         users = [one.users[row] for one, rows in counted for row in rows]
         items = [one.texts[self._layout.log.item][row] for one, rows in counted for row in rows]
@@ -106,12 +98,7 @@ class StateCounters:
         return self.live.prefixes_of(digest(user))
 
     def digests(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Returns digests of values, by their texts or of a bucket by its number; 0 for none and for unknown ones.
-
-        Args:
-            name: of a categorical column of the item.
-            ids: of the values, of any shape.
-        """
+        """Returns digests of a column's ids, by their texts or of a bucket by its number; 0 for unknown ones and none."""
         distinct, index = np.unique(ids, return_inverse=True)
         known = self._vocabularies.get(name)
         for number in distinct[distinct > 0].tolist():

@@ -82,8 +82,6 @@ def deletion_of(folder: Path, user: str, position: int | None) -> bytes:
     """Returns the line of a deletion.
 
     Args:
-        folder: of the parts.
-        user: the id.
         position: of the log, whose later rows of the user count; None for all parts that are there now.
     """
     before = f"{max((path.name for path in folder.glob('*.parquet')), default='')}~"
@@ -92,12 +90,7 @@ def deletion_of(folder: Path, user: str, position: int | None) -> bytes:
 
 
 def append_deletions(folder: Path, lines: bytes) -> None:
-    """Appends lines to the list of a folder, which are on the disk when this returns.
-
-    Args:
-        folder: of the parts.
-        lines: of `deletion_of`.
-    """
+    """Appends lines of `deletion_of` to the list of a folder; they are on the disk when this returns."""
     with naming(folder / LIST), (folder / LIST).open("a+b", buffering=0) as file:  # several processes may append
         size = file.seek(0, os.SEEK_END)
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":  # a full disk has left a part of a line
@@ -145,13 +138,7 @@ def users_without(deletions: Collection[Deletion], part: str) -> dict[bytes, flo
 
 
 def rows_that_count(path: Path, users: Sequence[str], deletions: Collection[Deletion]) -> np.ndarray:
-    """Returns which rows of a part are none that were deleted `[N]` bool.
-
-    Args:
-        path: of the part.
-        users: `[N]`, the ids of all of its rows.
-        deletions: of its folder.
-    """
+    """Returns which rows of a part are none that were deleted `[N]` bool."""
     if not (without := users_without(deletions, path.name)):
         return np.ones(len(users), bool)
     info = info_of(path)
@@ -162,9 +149,7 @@ def rows_left(users: Sequence[str], rows: np.ndarray, without: Mapping[bytes, fl
     """Returns which rows of a part count `[N]` bool.
 
     Args:
-        users: `[N]`, the ids.
         rows: `[N]` int64, the indices of the rows in the part as it was written first.
-        without: of `users_without`.
     """
     if not without:
         return np.ones(len(users), bool)
@@ -177,13 +162,7 @@ def keys_of_users(
     users: Collection[bytes],
     counters: StateCounters | None,
 ) -> list[bytes]:
-    """Finds the keys of users in a state, of which all users are read.
-
-    Args:
-        pages: of the store.
-        users: digests of their ids.
-        counters: of the state, or None.
-    """
+    """Finds the keys of users, by the digests of their ids, in a state, of which all users are read."""
     kinds = [key("") for key in USER_KEYS] + [b"U"]  # rows, quotas and columns
     found = [key for page in pages(kinds) for key, _ in page if digest(key[1:].decode()) in users]
     for user in users if counters is not None else ():

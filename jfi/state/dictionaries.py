@@ -47,7 +47,6 @@ class Dictionaries:
 
     Args:
         get: reads keys of the store; by default there are none.
-        cache: what was read before.
     """
 
     def __init__(self, get: Get | None = None, cache: Cache | None = None) -> None:

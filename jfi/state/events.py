@@ -49,7 +49,6 @@ class EventReader:
     """Checks rows of a log, which have the columns of a state.
 
     Args:
-        layout: of the records.
         max_events: most rows of a body.
         clock: gives the seconds since 1970.
     """
@@ -179,11 +178,9 @@ class EventReader:
         """Makes rows of checked values.
 
         Args:
-            columns: by name those of the log.
             seconds: `[N]` float64, the times.
             meaning: the labels and which rows are events of histories, see `jfi.state.meaning`; None if all have one
                 and are.
-            place: gives the place of a row, for messages.
         """
         log, count = self._log, len(seconds)
         records, found = np.zeros(count, self.layout.dtype), {}

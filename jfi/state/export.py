@@ -37,9 +37,7 @@ def as_arrow(column: Column, values: Stored, texts: Texts) -> pa.Array:
     """Returns the values `[N]` of a column of events, items or users.
 
     Args:
-        column: of the records.
         values: `[N]`, of lists `[N, size]` or the numbers of all lists and how many `[N]` each has.
-        texts: reads the dictionaries.
 
     Raises:
         StateError: the column's dictionary has no such number.

@@ -101,10 +101,7 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Describes the records of a store, as JSON.
 
     Args:
-        format: of the store.
         max_history: the newest events of a history that a model may read.
-        columns: of the records.
-        log: what the columns of the log mean.
         numbered: which of "item" and "user" have ids that are sorted by their numbers, as far as these are integers.
         codec: fingerprint of the codec of semantic IDs, or None.
         statistics: of the past, which the state has, or None.
@@ -126,9 +123,6 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class EventLayout:
     """The records of a state.
-
-    Args:
-        info: describes them.
 
     Example:
         >>> from jfi.serving.schema import Field
@@ -174,9 +168,6 @@ class EventLayout:
         Args:
             user: `[N]` int64 numbers of users, below `num_users`.
             records: `[N]`, of each user the old ones, sorted, before the new ones.
-            is_new: `[N]` bool.
-            num_users: the number of users.
-            texts: gives the texts of numbers of items.
         """
 
         def arrange(order: np.ndarray) -> None:
@@ -206,8 +197,6 @@ def layout_of(schema: Schema, max_history: int, log: Log | None = None) -> Event
     """Returns the records that a model needs.
 
     Args:
-        schema: of the requests to the model.
-        max_history: the newest events of a history that it reads.
         log: what the columns mean; by default what the schema says of it.
     """
     log = Log(schema.user_id or "user_id", schema.item_id or "item_id") if log is None else log
@@ -256,7 +245,6 @@ def newest(
     Args:
         user: `[N]` int64 numbers of users.
         time: `[N]` float64.
-        num_users, most: see above.
         arrange: sorts in place the indices by user and time, such as those of one time by item.
     """
     order = np.lexsort((time, user))

@@ -62,12 +62,7 @@ def fill(
     """Makes an empty store the state of a run's log and tables, in bounded memory but for the tables.
 
     Args:
-        store: to fill.
-        requests: the schema of requests to the run's model.
-        config: the section `data` of a run.
-        schema: of the run.
         interactions: the log; None for the run's own interactions, of all splits, and "none" for no event.
-        reads_labels: as of `layout_of_run`.
 
     Returns:
         The number of users and that of events.
@@ -96,9 +91,6 @@ def layout_of_run(requests: Schema, config: DataConfig, schema: DataSchema, read
     """Returns the records that a run's model needs.
 
     Args:
-        requests: the schema of requests to the model.
-        config: the section `data` of the run.
-        schema: of the run.
         reads_labels: whether rows with a label are told from others, which statistics do in any case.
 
     Raises:
@@ -114,12 +106,7 @@ def layout_of_run(requests: Schema, config: DataConfig, schema: DataSchema, read
 
 
 def log_of(config: DataConfig, schema: DataSchema) -> Log:
-    """Returns what the columns of a run's log mean.
-
-    Args:
-        config: the section `data` of the run.
-        schema: of the run.
-    """
+    """Returns what the columns of a run's log mean."""
     settings, label, others = config.resolved(), config.targets()[0], []
     numbers = {name for of in ("user", "item", "event", "context") for name in settings.names(of, "number")}
     for name in sorted(settings.columns(of_interactions=True) - {*settings.statistics_columns()}):
@@ -140,9 +127,7 @@ def counter_records(counters: StateCounters, config: DataConfig, schema: DataSch
     """Yields the keys and the records of the statistics of a log.
 
     Args:
-        counters: of a state.
         config: the section `data` of a run with `data.statistics`, whose interactions are the log.
-        schema: of the run.
 
     Raises:
         DataError: the log is missing or malformed.
@@ -255,13 +240,7 @@ def _newest(user: np.ndarray, rows: np.ndarray, most: int) -> np.ndarray:
 
 
 class _Values:
-    """The values of a column of records, for any events of a log.
-
-    Args:
-        column: of the records.
-        columns: of the log.
-        names: gives the numbers of texts.
-    """
+    """The values of a column of records, for any events of a log."""
 
     def __init__(self, column: Column, columns: Columns, names: Dictionaries) -> None:
         self.name, self._column, config = column.name, column, columns.config

@@ -22,12 +22,8 @@ class Lookup:
 
     Args:
         now: time of the request in seconds; only events before it count.
-        reads_events: whether the user's events are read.
-        reads_statistics: whether statistics of the past are read.
         user: text of the user's id, None for none.
-        user_columns: names of the user's fields that are read.
         items: `[R]` texts of the candidates' ids, None where nothing is read by them.
-        item_columns: names of the candidates' fields that are read.
         events: how many there are before `now`, at most the newest `max_history`.
         time: of the newest of them in seconds, or None.
         unknown_items: how many of the candidates have no record in the state; None if none are read.

@@ -18,9 +18,6 @@ from jfi.utils.encoding import text_of
 class Meaning:
     """Reads the labels of rows, and which are events of histories.
 
-    Args:
-        log: says what the columns mean.
-
     Raises:
         DataError: a rule is malformed.
     """
@@ -40,8 +37,6 @@ class Meaning:
 
         Args:
             columns: by name the values of N rows. Without all columns of the label no row has one.
-            count: the number of rows.
-            place: gives the place of a value, for messages.
 
         Raises:
             BadRequestError: a value is none that the label or the rule can be read from.

@@ -23,10 +23,7 @@ class ModelIds:
     """Turns records into the ids of the events that a model reads.
 
     Args:
-        layout: of the records.
-        schema: of the requests to the model.
         known: by column with ids what gives them, as of RequestReader.
-        texts: reads the store's dictionaries.
 
     Raises:
         StateError: the records lack what the model reads.
@@ -63,7 +60,6 @@ class ModelIds:
         """Returns by key of the model's inputs the ids `[S]` int64 of records `[S]`.
 
         Args:
-            records: of events.
             texts: of new events, whose texts may have no numbers yet, by column of texts `[S]`, of lists of texts
                 `[S * size]`; they are read in place of numbers, and crosses are left out.
 
@@ -92,9 +88,6 @@ def check_column(of: str, name: str, column: Column | None, one: Field) -> None:
 
     Args:
         of: what the records are of, "events", "items" or "users".
-        name: of the column.
-        column: of that name, or None.
-        one: the field.
     """
     kind, load = "text" if one.kind == "cross" else KINDS[one.kind], "load them by `jfi state load`"
     if column is None:
@@ -110,14 +103,7 @@ def check_column(of: str, name: str, column: Column | None, one: Field) -> None:
 
 
 class Ids:
-    """The ids of a column's numbers, which are read as they come up.
-
-    Args:
-        values: the dictionary.
-        known: gives the ids of texts.
-        one: the field, with the text that stands for a missing value.
-        texts: reads the dictionary.
-    """
+    """The ids of a column's numbers, which are read as they come up."""
 
     def __init__(self, values: str, known: Encoding, one: Field, texts: Texts) -> None:
         self._values, self._known, self._texts = values, known, texts
@@ -155,13 +141,7 @@ class Ids:
 
 
 class _CrossIds:
-    """The ids of crosses of columns' numbers.
-
-    Args:
-        one: the field.
-        known: gives the ids of crossed texts.
-        texts: reads the dictionaries.
-    """
+    """The ids of crosses of columns' numbers."""
 
     def __init__(self, one: Field, known: Encoding, texts: Texts) -> None:
         self._columns, self._known, self._texts, self._default = one.columns, known, texts, one.default

@@ -68,11 +68,8 @@ def entry(
 
     Args:
         begin: position of its first row.
-        layout: of the records.
         tables: what the rows do not carry of the items and the users, as of the transaction.
         bodies: rows, with the indices of those that were accepted.
-        get: reads keys of the store.
-        texts: reads its dictionaries.
     """
     log, found = layout.log, []
     names = [*layout.columns, *(one.name for one in log.others), *([log.event_id] if log.event_id else [])]
@@ -108,9 +105,6 @@ class PartWriter:
     """Writes the rows of an outbox to a folder of parts. One process at a time does, and the others wait for its end.
 
     Args:
-        store: of the state.
-        layout: of its records.
-        folder: of the parts.
         rows: after so many rows a part is written.
         seconds: so long a row waits at most.
         clock: seconds that only grow.

@@ -53,7 +53,6 @@ class Quota:
 
     Args:
         most: rows of a user a day.
-        get: reads keys of the store.
         users: distinct ids.
         now: seconds since 1970.
     """
@@ -102,12 +101,6 @@ def expire(
     store: Store, layout: EventLayout, retention: Retention, check: Callable[[Get], None] = lambda get: None
 ) -> Iterator[int]:
     """Removes the rows that are kept no longer, and quotas of earlier days, a few users in a transaction.
-
-    Args:
-        store: of the state.
-        layout: of its records.
-        retention: says which rows are kept.
-        check: raises an error if the store may not be written.
 
     Yields:
         After each step the number of rows that it has removed.

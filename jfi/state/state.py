@@ -36,8 +36,6 @@ class Added:
     """Counts the rows of a body.
 
     Args:
-        added: those that count.
-        repeated: those that were there already.
         late: those that came too late and were left out.
         over_quota: those that are left out, since their users have had all rows of the day.
     """
@@ -52,7 +50,6 @@ class UserState:
     """The events of users in a store, as a model reads them.
 
     Args:
-        store: of the events.
         reader: of requests to the model, of whose schema, vocabularies and newest events the ids are.
         max_late: seconds that an event may be older than its user's newest one.
         retention: which rows are taken and kept.
@@ -122,9 +119,6 @@ class UserState:
 
     def add(self, bodies: Sequence[LogRows]) -> list[Added | BadRequestError]:
         """Writes rows, all at once; a body with a fault is left out whole.
-
-        Args:
-            bodies: of rows.
 
         Raises:
             StoreUnavailableError: the store does not answer, and it is unknown whether the rows were written; sent
@@ -286,7 +280,6 @@ class UserState:
         On Redis, where events have come between the reads of statistics ten times, it may be of two moments.
 
         Args:
-            requests: to fill.
             is_available: if false, nothing is read: the user and the items are new ones.
 
         Raises:

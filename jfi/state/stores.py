@@ -139,8 +139,6 @@ class LmdbStore(Store):
     A write is on the disk when `update` returns. Reads wait for no writer.
 
     Args:
-        path: the folder.
-        create: whether to make it.
         max_bytes: of the data. The file grows as it is filled.
 
     Raises:
@@ -235,7 +233,6 @@ class _Client:
     """A client of a Redis server with a timeout of its own.
 
     Args:
-        valkey: the package.
         url: of the server; the password is that of `PASSWORD`.
         timeout: seconds for a connection, and for an answer.
     """

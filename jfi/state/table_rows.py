@@ -24,7 +24,6 @@ class TableReader:
     """Reads rows of a log.
 
     Args:
-        events: says what the columns of the log are, and makes rows of their values.
         wanted: the columns that a table must have, and that alone are read; None for those that sent rows must have,
             and others as far as a table has them.
     """

@@ -39,13 +39,6 @@ def write_tables(
 ) -> dict[Entity, int]:
     """Writes the columns of a run's tables of items and users; returns by entity how many ids have been written.
 
-    Args:
-        store: of the state.
-        info: describes the state.
-        config: the section `data` of the run.
-        schema: of the run.
-        of: the tables to write.
-
     Raises:
         DataError: a table is missing or malformed, or an id is too long.
     """
@@ -70,13 +63,6 @@ def write_columns_of_log(
     store: Store, info: StateInfo, columns: Columns, sids: SemanticIDs | None, of: Collection[Entity]
 ) -> None:
     """Writes the columns of items and users that have no tables: those of their first events, as training reads them.
-
-    Args:
-        store: of the state.
-        info: describes the state.
-        columns: of the log.
-        sids: the semantic IDs of the items, or None.
-        of: what has no table.
     """
     keys = {"item": columns.config.item, "user": columns.config.user}
     for one, layout in layouts_of(info).items():
@@ -132,9 +118,7 @@ class _Texts:
     """The texts of a column, for any rows.
 
     Args:
-        column: of the table.
         rows: `[N]` int64 of the ids, -1 for none.
-        is_list: whether the state keeps lists.
     """
 
     def __init__(self, column: CodedColumn, rows: np.ndarray, is_list: bool) -> None:

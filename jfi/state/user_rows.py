@@ -41,7 +41,6 @@ class LogRows:
         labels: `[N]` float32, NaN for none.
         in_history: `[N]` bool, whether a row is an event of histories.
         sessions: `[N]` uint64, equal for those of a session, 0 for none.
-        place: gives the place of a row in the body, for messages.
         given: by column the values that the rows have: of texts, numbers or times `[N]`; of lists all texts and the
             lengths `[N]`. Of sent rows all columns of the log, of a table's those of items and users.
         raw: by column that a rule reads the values `[N]` as they were sent.
@@ -122,8 +121,6 @@ class UserRows:
     """The rows that are kept of some users.
 
     Args:
-        layout: of the records.
-        get: reads keys of the store.
         users: distinct ids.
         oldest: time after which rows are kept; older ones count as repeated: nobody knows whether they were there.
         quota: how many further rows of these users count, or None for any number.
@@ -179,10 +176,7 @@ class UserRows:
         """Adds rows that count.
 
         Args:
-            rows: all rows.
-            chosen: those that count, of `choose`.
             records: `[K]`, these, with the numbers of their texts.
-            texts: gives the texts of numbers of items.
         """
         user, is_event = self._numbers(rows.users)[chosen.kept], rows.in_history[chosen.kept]
         if self._quota is not None:

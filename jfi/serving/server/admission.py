@@ -133,7 +133,6 @@ class Connections:
         most: connections at a time. A further one replaces the one that has waited longest for a request; if none has
             waited for a second, it is closed itself.
         seconds: for the headers of a request to arrive.
-        metrics: count the connections that are closed.
     """
 
     def __init__(self, most: int, seconds: float, metrics: Metrics) -> None:
@@ -158,12 +157,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """A connection of a client. It is closed if the headers of a request do not arrive in time.
-
-    Args:
-        connections: those of the server.
-        settings: of web.RequestHandler.
-    """
+    """A connection of a client. It is closed if the headers of a request do not arrive in time."""
 
     def __init__(self, connections: Connections, *settings: object, **more: object) -> None:
         super().__init__(*settings, **more)
@@ -205,12 +199,7 @@ class Connection(web.RequestHandler):
 
 
 class Runner(web.AppRunner):
-    """Runs an application whose connections are bounded and whose bodies are left as they are sent.
-
-    Args:
-        app: the application.
-        connections: bound of its connections.
-    """
+    """Runs an application whose connections are bounded and whose bodies are left as they are sent."""
 
     def __init__(self, app: web.Application, connections: Connections) -> None:
         super().__init__(app, handler_cancellation=True)

@@ -93,7 +93,6 @@ def make_app(
     """The application, which `run` serves.
 
     Args:
-        scorer: scores the requests.
         max_batch, max_wait: as in Batcher.
         queue: most requests that are read, wait or are scored; more get a 503.
         max_body: most bytes of a request's body.
@@ -217,8 +216,6 @@ async def run(app: web.Application, host: str, port: int, stop: asyncio.Event, d
     """Serves until `stop` is set, and then answers all requests that it has accepted.
 
     Args:
-        app: of `make_app`.
-        host, port: to listen on.
         stop: begins the end; set again, it ends `drain_seconds`, or after them the wait for bodies and answers.
         drain_seconds: time in which it still accepts requests, but is not ready and closes each connection after an
             answer, so that a load balancer chooses others.

@@ -55,7 +55,6 @@ class Batcher:
         """The scores of a request's candidates; raises the model's exception if the model fails on this request.
 
         Args:
-            request: to score.
             deadline: time of the event loop at which it is given up if it still waits.
             first: puts it before all that wait.
 

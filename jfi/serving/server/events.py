@@ -46,7 +46,6 @@ class EventWriter:
 
     Args:
         state: gives the state of users that is written to now.
-        metrics: count the events.
         capacity: most bodies that wait, those too whose client has left.
     """
 
@@ -148,9 +147,6 @@ def state_routes(
     """Returns the routes of a server with a state of users.
 
     Args:
-        live: gives the artifact that answers now.
-        writer: gives what writes events.
-        admission, bodies: those of the server's other requests.
         deadline: seconds that a body may wait until it is read.
         feed: folder that the state is fed from, or None; with one, bodies of events are refused.
         log: gives the log of requests, or None; users are removed from it too.

@@ -19,7 +19,6 @@ class VersionFollower:
     """Keeps a server at the newest version of a folder.
 
     Args:
-        folder: of the versions.
         load: loads an artifact of the folder.
         tables_device, at: as of VersionChain.
     """

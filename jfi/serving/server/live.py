@@ -28,8 +28,6 @@ class Loaded:
     """An artifact in use, from its first request to its last answer.
 
     Args:
-        scorer: the artifact.
-        metrics: record each call of the model.
         max_batch, max_wait: as in Batcher.
     """
 
@@ -58,8 +56,6 @@ class Live:
     """Scores bodies with the artifact that is loaded.
 
     Args:
-        scorer: the first artifact.
-        metrics: record the values of requests and calls of the model.
         batching: `max_batch` and `max_wait` of each Batcher.
     """
 
@@ -73,7 +69,6 @@ class Live:
         """The scores of a body, and its request, which says what was read of the state of users, and by which version.
 
         Args:
-            body: of a request.
             deadline: time of the event loop by which a call of the model must have begun.
 
         Raises:

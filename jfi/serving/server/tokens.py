@@ -34,7 +34,6 @@ class Tokens:
     """The tokens of a file.
 
     Args:
-        path: of the file.
         refused: counts changes of the file that cannot be read, after which the tokens stay as they were.
 
     Raises:
