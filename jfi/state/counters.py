@@ -98,7 +98,7 @@ class StateCounters:
         return self.live.prefixes_of(digest(user))
 
     def digests(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Returns digests of a column's ids, by their texts or of a bucket by its number; 0 for unknown ones and none."""
+        """Returns digests of a column's ids, by their texts or of a bucket by its number; 0 for unknown or no ones."""
         distinct, index = np.unique(ids, return_inverse=True)
         known = self._vocabularies.get(name)
         for number in distinct[distinct > 0].tolist():
