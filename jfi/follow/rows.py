@@ -19,10 +19,9 @@ from jfi.data.prepared.stages.statistics import past_index
 from jfi.data.schema.columns import Categorical
 from jfi.events.live_index import LiveRows
 from jfi.follow.parts import Part, RefusedPart
-from jfi.follow.state import ANY, LogState, Overlay, contents
+from jfi.follow.state import ANY, LogState, contents
 from jfi.history_policies import Policy
 from jfi.state.columns import ColumnLayout, with_columns
-from jfi.state.counters import StateCounters
 from jfi.state.deletions import info_of, rows_that_count
 from jfi.state.dictionaries import Dictionaries
 from jfi.state.export import as_arrow
@@ -71,66 +70,6 @@ class Reading:
     late_seconds: float
 
 
-class CountedRows:
-    """Makes the statistics of rows in the order of their times, and counts them.
-
-    Rows of one time do not see each other, as in training.
-
-    Args:
-        is_counted: `[N]` bool, the rows of the part that were counted as events, without a label.
-    """
-
-    def __init__(self, overlay: Overlay, counters: StateCounters, schema: DataSchema, is_counted: np.ndarray) -> None:
-        self._overlay, self._counters, self._schema, self._is_counted = overlay, counters, schema, is_counted
-
-    def __call__(
-        self, raw: Columns, ids: list[Categorical], rows: np.ndarray, of_part: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Returns the columns `[E]` of statistics, as `jfi.data.prepared.scoring` takes them.
-
-        Args:
-            raw: the columns of the part and of the events of its users before it.
-            rows: `[N]` the rows of the part, by user and time.
-            of_part: `[N]` their indices in the part.
-        """
-        rows = rows.astype(np.int64)
-        events = replace(self._events(raw, ids, rows), is_counted=self._is_counted[of_part])
-        order = events.by_time()
-        rows, events = rows[order], events.take(order)
-        found, changes = self._counters.live.compute_and_add(self._overlay.get, events)
-        self._overlay.update(lambda get: changes)
-        columns = {}
-        for number, (name, values) in enumerate(found.items()):
-            columns[name] = raw.new(f"statistics-{number}", np.float64, len(raw.events))
-            columns[name][rows] = values
-        return columns
-
-    def _events(self, raw: Columns, ids: list[Categorical], rows: np.ndarray) -> LiveRows:
-        """Returns rows as the counters take them."""
-        config, events, counters, sessions = raw.config, raw.events, self._counters, None
-        settings = counters.settings
-        users, items = (
-            raw.categories(key, of).values.to_pylist() for key, of in ((config.user, "user"), (config.item, "item"))
-        )
-        if settings.session is not None:
-            column = raw.categories(settings.session, "event")
-            sessions = hashes([*column.values.to_pylist(), None])[column.codes[rows]]  # the code of none is -1
-        user, item = events.user[rows], events.item[rows]
-        index = past_index(events, self._schema, ids, settings.is_implicit)
-        columns = index.item_columns
-        return LiveRows(
-            hashes(users)[user],
-            hashes(items)[item],
-            events.time[rows],
-            {name: counters.digests(name, columns[f"column {name}"].ids[item]) for name in settings.columns},
-            events.label[rows],
-            np.ones(len(rows), bool) if events.rows is None else np.isin(rows, events.rows),
-            counters.orders(items)[item],
-            sessions,
-            {name: of(rows) for name, of in index.values.items()},
-        )
-
-
 class PartRows:
     """Reads a part into a dataset, and changes the records of its users, items and statistics.
 
@@ -156,8 +95,8 @@ class PartRows:
         except DataError as fault:
             raise RefusedPart(part.path, fault) from fault
         state.forget(part.deletions)
-        names = Dictionaries(state.overlay.get, state.cache)
-        users = UserRows(state.layout, state.overlay.get, list(dict.fromkeys(rows.users)))
+        names = Dictionaries(state.get, state.cache)
+        users = UserRows(state.layout, state.get, list(dict.fromkeys(rows.users)))
         chosen = users.choose(rows, reading.late_seconds)
         times = rows.records[TIME][chosen.kept]
         #: Time of the oldest and of the newest row that counts.
@@ -167,8 +106,8 @@ class PartRows:
         counts.late_labels = int((replaced >= 0).sum())
         counts.late = int(((replaced < 0) & (times < state.place.newest)).sum())
         try:
-            rows, new = with_columns(rows, chosen.kept, state.layout, state.tables, state.overlay.get, names)
-            state.overlay.update(lambda get: new)
+            rows, new = with_columns(rows, chosen.kept, state.layout, state.tables, state.get, names)
+            state.update(new)
             if len(chosen.kept):
                 self._read(rows, users, chosen, names, folder)
             users.add(rows, chosen, rows.numbered(names, chosen.kept), partial(names.texts, state.layout.log.item))
@@ -177,7 +116,7 @@ class PartRows:
             if not str(fault).startswith(IN_MEMORY):
                 raise
             raise RefusedPart(part.path, f"{part.path}: {fault}") from fault
-        state.overlay.update(lambda get: users.changes() | names.changes())
+        state.update(users.changes() | names.changes())
         state.cache.keep(names.new)
 
     def _read(self, rows: LogRows, users: UserRows, chosen: Chosen, names: Dictionaries, folder: Path) -> None:
@@ -191,7 +130,7 @@ class PartRows:
             if tables[of] is None and layout.columns:
                 tables[of] = self._columns(layout, part, history, names)
         if state.counters is not None:
-            past = CountedRows(state.overlay, state.counters, reading.schema, chosen.was_event)
+            past = partial(self._count, chosen.was_event)
         sources = Sources(part, history, tables["user"], tables["item"], config.semantic_ids)
         options: dict[str, object] = {"policy": reading.policy, "trains": True, "past": past}
         found = ScoringRows(sources, folder, reading.schema, config, **options)
@@ -240,9 +179,60 @@ class PartRows:
         key = config.item if layout.of == "item" else config.user
         own = replace(self._table, data=part).ids(key)
         ids = pc.unique(pa.chunked_array([*history[key].cast(TEXT).chunks, own], TEXT))
-        found = layout.decode(self._state.overlay.get(list(map(layout.key, ids.to_pylist()))))
+        found = layout.decode(self._state.get(list(map(layout.key, ids.to_pylist()))))
         columns = {name: as_arrow(one, found[name], names.texts) for name, one in layout.columns.items()}
         return pa.table({key: ids} | columns)
+
+    def _count(
+        self, was_event: np.ndarray, raw: Columns, ids: list[Categorical], rows: np.ndarray, of_part: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Counts rows in the order of their times; returns the columns `[E]` of their statistics, for ScoringRows.
+
+        Rows of one time do not see each other, as in training.
+
+        Args:
+            was_event: `[K]` bool, the rows of the part that were counted as events, without a label.
+            raw: the columns of the part and of the events of its users before it.
+            ids: of the features.
+            rows: `[N]` the rows of the part, by user and time.
+            of_part: `[N]` their indices in the part.
+        """
+        rows = rows.astype(np.int64)
+        events = replace(self._live_rows(raw, ids, rows), is_counted=was_event[of_part])
+        order = events.by_time()
+        rows, events = rows[order], events.take(order)
+        found, changes = self._state.counters.live.compute_and_add(self._state.get, events)
+        self._state.update(changes)
+        columns = {}
+        for number, (name, values) in enumerate(found.items()):
+            columns[name] = raw.new(f"statistics-{number}", np.float64, len(raw.events))
+            columns[name][rows] = values
+        return columns
+
+    def _live_rows(self, raw: Columns, ids: list[Categorical], rows: np.ndarray) -> LiveRows:
+        """Returns rows as the counters take them."""
+        config, events, counters, sessions = raw.config, raw.events, self._state.counters, None
+        settings = counters.settings
+        users, items = (
+            raw.categories(key, of).values.to_pylist() for key, of in ((config.user, "user"), (config.item, "item"))
+        )
+        if settings.session is not None:
+            column = raw.categories(settings.session, "event")
+            sessions = hashes([*column.values.to_pylist(), None])[column.codes[rows]]  # the code of none is -1
+        user, item = events.user[rows], events.item[rows]
+        index = past_index(events, self._reading.schema, ids, settings.is_implicit)
+        columns = index.item_columns
+        return LiveRows(
+            hashes(users)[user],
+            hashes(items)[item],
+            events.time[rows],
+            {name: counters.digests(name, columns[f"column {name}"].ids[item]) for name in settings.columns},
+            events.label[rows],
+            np.ones(len(rows), bool) if events.rows is None else np.isin(rows, events.rows),
+            counters.orders(items)[item],
+            sessions,
+            {name: of(rows) for name, of in index.values.items()},
+        )
 
     def times(self) -> np.ndarray:
         """`[N]` float64, those of the samples, ascending."""

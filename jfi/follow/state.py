@@ -5,7 +5,8 @@ then, in one transaction with their place in the log; a run that was killed betw
 without training on them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from jfi.data.io.paths import find_layout
 from jfi.data.io.table import SourceRows
 from jfi.data.prepared.stages.read import open_tables
 from jfi.data.schema.rules import only_column
+from jfi.events.live_index import changed
 from jfi.serving.dataset_schema import schema_of, statistics_settings
 from jfi.serving.schema import Schema
 from jfi.state.columns import layouts_of
@@ -30,7 +32,7 @@ from jfi.state.dictionaries import Cache
 from jfi.state.events import EventReader
 from jfi.state.load import fill, layout_of_run
 from jfi.state.state import read_layout
-from jfi.state.stores import Changes, Get, LmdbStore, StateError, Store
+from jfi.state.stores import Changes, LmdbStore, StateError, Store
 from jfi.state.table_rows import TableReader, read_times
 from jfi.training import ConfigError
 from jfi.utils.files import writing_folder
@@ -56,62 +58,15 @@ class StatePlace(msgspec.Struct, forbid_unknown_fields=True):
     deletions: int = 0
 
 
-class Overlay:
-    """A store, and over it the changes since its last commit, those of the current part apart.
-
-    Args:
-        store: is written by `commit` alone.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._changes: Changes = {}
-        self._part: Changes = {}
-
-    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Returns the values of keys, None for a key that is not there."""
-        found: Changes = {}
-        for key in keys:
-            if key in self._part:
-                found[key] = self._part[key]
-            elif key in self._changes:
-                found[key] = self._changes[key]
-        absent = [key for key in dict.fromkeys(keys) if key not in found]
-        if absent:
-            found |= zip(absent, self._store.get(absent), strict=True)
-        return [found[key] for key in keys]
-
-    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
-        """See Store; of keys that have been changed both values, and of removed ones the one in the store."""
-        yield from self._store.pages(prefixes)
-        changed = (self._changes | self._part).items()
-        yield [(key, value) for key, value in changed if value is not None and key.startswith(tuple(prefixes))]
-
-    def update(self, change: Callable[[Get], Changes]) -> None:
-        """Changes keys, for the current part."""
-        self._part |= change(self.get)
-
-    def end_part(self) -> None:
-        """Makes the changes of the current part ones that are committed."""
-        self._changes |= self._part
-        self._part = {}
-
-    def drop_part(self) -> None:
-        """Forgets the changes of the current part."""
-        self._part = {}
-
-    def commit(self, place: StatePlace) -> None:
-        """Writes the changes of all parts that have ended, and the place, in one transaction."""
-        changes = self._changes | {_PLACE: _encoded(place)}
-        self._store.update(lambda get: changes)
-        self._changes = {}
-
-
 class LogState:
-    """The state of a run that follows a log."""
+    """The state of a run that follows a log: a store, which `commit` alone writes, and what has changed since."""
 
     def __init__(self, store: Store, config: DataConfig, schema: DataSchema) -> None:
-        self._store, self.overlay = store, Overlay(store)
+        self._store = store
+        #: The changes of the current part, and those of the parts before it.
+        self._changes = ChainMap[bytes, bytes | None]({}, {})
+        #: Reads keys as they are after the changes.
+        self.get = changed(store.get, self._changes)
         (found,) = store.get([_PLACE])
         try:
             self.place = msgspec.json.decode(found or b"", type=StatePlace)
@@ -131,27 +86,39 @@ class LogState:
         if requests.statistics is not None:
             self.counters = StateCounters(requests.statistics, requests, self.layout)
 
+    def pages(self, prefixes: Sequence[bytes]) -> Iterator[list[tuple[bytes, bytes]]]:
+        """See Store; of keys that have been changed both values, and of removed ones the one in the store."""
+        yield from self._store.pages(prefixes)
+        changes = self._changes.items()
+        yield [(key, value) for key, value in changes if value is not None and key.startswith(tuple(prefixes))]
+
+    def update(self, changes: Changes) -> None:
+        """Changes keys, for the current part."""
+        self._changes.update(changes)
+
     def forget(self, deletions: Sequence[Deletion]) -> None:
         """Removes, for the current part, what the state has of users who were deleted since the part before."""
         if users := {bytes.fromhex(one.user) for one in deletions[self.place.deletions :]}:
-            keys = keys_of_users(self.overlay.pages, users, self.counters)
-            self.overlay.update(lambda get: dict.fromkeys(keys))
+            self.update(dict.fromkeys(keys_of_users(self.pages, users, self.counters)))
         self._deletions = max(len(deletions), self.place.deletions)
 
     def end_part(self, name: str, newest: float) -> None:
         """Ends a part, whose changes the next commit writes."""
-        self.overlay.end_part()
+        part, others = self._changes.maps
+        others.update(part)
+        self._changes.maps[0] = {}
         self.cache.trim()
         self.place = StatePlace(name, max(newest, self.place.newest), self.place.types, self._deletions)
 
     def drop_part(self) -> None:
         """Forgets what the current part has changed."""
-        self.overlay.drop_part()
-        self.cache = Cache()
+        self._changes.maps[0], self.cache = {}, Cache()
 
     def commit(self) -> None:
         """Writes what the parts since the last commit have changed, which the checkpoint of the run has already."""
-        self.overlay.commit(self.place)
+        changes = self._changes.maps[1] | {_PLACE: _encoded(self.place)}
+        self._store.update(lambda get: changes)
+        self._changes.maps[1] = {}
 
     def close(self) -> None:
         """Releases the store."""

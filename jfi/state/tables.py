@@ -62,7 +62,7 @@ def _categories(table: SourceRows, separators: dict[str, str], name: str) -> Cod
 def write_columns_of_log(
     store: Store, info: StateInfo, columns: Columns, sids: SemanticIDs | None, of: Collection[Entity]
 ) -> None:
-    """Writes the columns of items and users that have no tables: those of their first events, as training reads them."""
+    """Writes the columns of items and users that have no tables: those of their first events, as in training."""
     keys = {"item": columns.config.item, "user": columns.config.user}
     for one, layout in layouts_of(info).items():
         if one in of and layout.columns:

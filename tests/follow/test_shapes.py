@@ -119,7 +119,7 @@ def read(log: tuple[LogState, Reading, pa.Table], path: Path) -> tuple[list, dic
     state, reading, _ = log
     (folder := path.with_suffix("")).mkdir()
     found = PartRows(Part(path.name, path, 0, 0), state, reading, folder)
-    changes = state.overlay._part
+    changes = state._changes.maps[0]
     state.drop_part()
     return [] if found.dataset is None else list(found.dataset.batches(SAMPLES, 25)), changes, found.counts
 
