@@ -105,7 +105,7 @@ class RequestReader:
     ) -> None:
         if schema.statistics is not None and state is None:
             raise ValueError("the model reads statistics of the past, which only a state of users has")
-        self.schema, self.limits, self._policy, self._answer = schema, limits, policy, answer
+        self.schema, self.limits, self.policy, self._answer = schema, limits, policy, answer
         #: Fields of an event that the policy reads, by what they are for it; the model may read them too.
         self._of_policy: dict[str, Field] = {}
         if schema.policy is not None:
@@ -308,12 +308,6 @@ class RequestReader:
         """Returns a request with the statistics of its candidates, `[R]` by name, in place of their means."""
         return self.complete(request, Encoded(), self._encode(self._statistics, found, _place_of_user))
 
-    def choose(self, ages: np.ndarray, engagement: tuple[Values | None, ...]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the events of the state of users that the policy keeps, and their weights, as RequestPolicy."""
-        if self._policy is None:
-            return np.arange(len(ages)), None
-        return self._policy(ages, *engagement)
-
     def column_ids(self, request: Request) -> dict[str, np.ndarray]:
         """Returns the ids `[R, K]` of the candidates' columns that statistics count by, by key."""
         found = {}
@@ -329,7 +323,7 @@ class RequestReader:
             ids = {key: none for one in self.schema.event for key in one.keys}
             return Encoded(ids, ages=none), 0, None
         columns, place, weights, kept = history.columns, history.place, None, len(history)
-        if self._policy is not None:
+        if self.policy is not None:
             rows, weights = self._choose(columns)
             stay, kept = rows.tolist(), len(rows)
             if kept < len(history):
@@ -346,7 +340,7 @@ class RequestReader:
         for role, one in self._of_policy.items():
             values = columns[one.name]
             found[role] = columns[one.name] = texts(values) if one.kind == "category" else _numbers(values)
-        return self._policy(*found.values())
+        return self.policy(*found.values())
 
     def _encode(self, fields: list[Field], columns: Mapping[str, Values], place: Place) -> Encoded:
         """Encodes the user, the candidates or the events."""

@@ -56,7 +56,6 @@ class VersionChain:
     Args:
         load: loads an artifact of the folder.
         tables_device: as of Scorer.
-        refused: called with the reason when a version is refused.
         at: number of the version to serve, as if there were no later ones; None for the newest.
 
     Example::
@@ -73,11 +72,11 @@ class VersionChain:
         folder: Path,
         load: Callable[[Path], Scorer],
         tables_device: str | None = None,
-        refused: Callable[[str], object] = lambda _: None,
         at: int | None = None,
     ) -> None:
-        self._folder, self._load, self._tables_device, self._report = folder, load, tables_device, refused
-        self._last = at
+        self._folder, self._load, self._tables_device, self._last = folder, load, tables_device, at
+        #: Why versions were refused, since the list was emptied.
+        self.reasons: list[str] = []
         #: Why a newer version is not served, or None.
         self.refused_reason: str | None = None
         #: By number of a version, and whether it was read as a whole one or as a change, its files when it was refused
@@ -150,7 +149,7 @@ class VersionChain:
     def _say(self, reason: str) -> None:
         if reason != self.refused_reason:
             self.refused_reason = reason
-            self._report(reason)
+            self.reasons.append(reason)
 
     def _read(self, number: int, read: Callable[[Version], Step | None], whole: bool) -> Step | None:
         """Reads a step to a version, unless it was refused and its files are the same; None if it is refused."""

@@ -11,7 +11,7 @@ from jfi.events.live_counters import LiveCounters
 from jfi.events.live_index import Get, LiveRows
 from jfi.events.statistics import StatisticColumns
 from jfi.serving.schema import Schema
-from jfi.state.layout import TIME, EventLayout, StateInfo, comparable, digest, hashes, is_integer
+from jfi.state.layout import TIME, EventLayout, StateInfo, comparable, hashes, is_integer
 from jfi.state.lookups import Lookup
 from jfi.state.stores import StateError
 from jfi.state.user_rows import Chosen, LogRows
@@ -92,10 +92,6 @@ class StateCounters:
         return [
             {name: one[end - own : end] for name, one in found.items()} for own, end in zip(lengths, ends, strict=True)
         ]
-
-    def prefixes_of(self, user: str) -> list[bytes]:
-        """Returns the beginnings of the keys of a user's own records."""
-        return self.live.prefixes_of(digest(user))
 
     def digests(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Returns digests of a column's ids, by their texts or of a bucket by its number; 0 for unknown or no ones."""

@@ -1,8 +1,7 @@
 """Writes the events of a state to a Parquet file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 from jfi.state.columns import Stored
 from jfi.state.dictionaries import Dictionaries
 from jfi.state.layout import TIME, Column, EventLayout
+from jfi.state.model_ids import Texts
 from jfi.state.state import read_layout
 from jfi.state.stores import Store
 from jfi.state.user_rows import scan_records
@@ -24,13 +24,6 @@ TYPES = {
     "sid": pa.int64(),
     "session": pa.uint64(),
 }
-
-
-class Texts(Protocol):
-    """Reads the dictionaries of a state."""
-
-    def __call__(self, values: str, numbers: Iterable[int]) -> list[str | None]:
-        """Returns the texts of numbers of a dictionary, None for 0."""
 
 
 def as_arrow(column: Column, values: Stored, texts: Texts) -> pa.Array:

@@ -17,7 +17,7 @@ from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, with_col
 from jfi.state.counters import StateCounters, check_counts
 from jfi.state.deletions import DELETIONS, deletion_of, write_deletions
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, integer, user_key
+from jfi.state.layout import CURSOR, FORMAT, POSITION, TIME, EventLayout, StateInfo, digest, integer, user_key
 from jfi.state.lookups import Encoded, Lookup
 from jfi.state.model_ids import ModelIds
 from jfi.state.outbox import entry
@@ -246,7 +246,7 @@ class UserState:
         if of == "user":
             keys += [key(name) for key in USER_KEYS]
             if self.counters is not None:
-                pages = self.store.pages(self.counters.prefixes_of(name))
+                pages = self.store.pages(self.counters.live.prefixes_of(digest(name)))
                 keys += [key for page in pages for key, _ in page]
 
         parts = self.retention.parts if of == "user" else None
@@ -337,8 +337,8 @@ class UserState:
         events = events[max(0, end - reader.limits.max_history) : end]
         stored.events, stored.time = len(events), float(events[TIME][-1]) if len(events) else None
         ages, weights = stored.now - events[TIME], None
-        if reader.schema.policy is not None and len(events):
-            rows, weights = reader.choose(ages, self._engagement(events))
+        if reader.policy is not None and len(events):
+            rows, weights = reader.policy(ages, *self._engagement(events))
             events, ages = events[rows], ages[rows]
         buckets = next((age_buckets(ages, one.num_buckets) for one in reader.schema.event if one.kind == "age"), None)
         return replace(

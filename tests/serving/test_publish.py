@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -134,11 +133,23 @@ FAULTS = {
 }
 
 
-def at_version_2(published: Path, folder: Path, refused: Callable = pytest.fail) -> tuple[VersionChain, Scorer]:
+class NoReason(list):
+    def append(self, reason: str) -> None:
+        pytest.fail(reason)
+
+
+def chain_of(folder: Path, reasons: list[str] | None = None) -> VersionChain:
+    """A chain that gives its reasons to a list, or that refuses no version."""
+    chain = VersionChain(folder, Scorer)
+    chain.reasons = NoReason() if reasons is None else reasons
+    return chain
+
+
+def at_version_2(published: Path, folder: Path, reasons: list[str] | None = None) -> tuple[VersionChain, Scorer]:
     """A chain, with its scorer, in a folder that has the first two of the published versions."""
     for number in (1, 2):
         add(folder, published, number)
-    chain = VersionChain(folder, Scorer, refused=refused)
+    chain = chain_of(folder, reasons)
     return chain, chain.start()
 
 
@@ -146,7 +157,7 @@ def at_version_2(published: Path, folder: Path, refused: Callable = pytest.fail)
 def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path, fault):
     folder, reasons = tmp_path / "copy", []
     break_it, reason = FAULTS[fault]
-    chain, scorer = at_version_2(published.folder, folder, reasons.append)
+    chain, scorer = at_version_2(published.folder, folder, reasons)
     before = scores(scorer)
     for number in (3, 4):
         add(folder, published.folder, number)
@@ -157,7 +168,7 @@ def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path,
     assert len(reasons) == 1 and reason in reasons[0] and chain.refused_reason == reasons[0]
     # A server that starts now has the same.
     at_start: list[str] = []
-    other = VersionChain(folder, Scorer, refused=at_start.append)
+    other = chain_of(folder, at_start)
     assert scores(other.start()) == before and other.manifest.version == 2 and {*at_start} == {*reasons}
     for number in (5, 6):
         add(folder, published.folder, number)
@@ -173,7 +184,7 @@ def test_a_broken_chain_keeps_its_version_until_a_whole_one(published, tmp_path,
 @pytest.mark.parametrize("change", [nan_in_tables, huge])
 def test_a_snapshot_that_is_not_finite_mends_no_chain_and_is_not_started_from(published, tmp_path, change):
     folder, reasons = tmp_path / "copy", []
-    chain, scorer = at_version_2(published.folder, folder, reasons.append)
+    chain, scorer = at_version_2(published.folder, folder, reasons)
     before = scores(scorer)
     for number in (3, 5):
         add(folder, published.folder, number)
@@ -182,7 +193,7 @@ def test_a_snapshot_that_is_not_finite_mends_no_chain_and_is_not_started_from(pu
     assert scores(follow(chain, scorer)) == before and chain.manifest.version == 2
     assert len(reasons) == 2 and all("not finite" in one for one in reasons)
     at_start: list[str] = []
-    other = VersionChain(folder, Scorer, refused=at_start.append)
+    other = chain_of(folder, at_start)
     assert scores(other.start()) == before and other.manifest.version == 2 and {*at_start} == {*reasons}
 
 
@@ -196,7 +207,7 @@ def test_an_artifact_that_is_not_finite_is_not_started_from(published, tmp_path)
 def test_the_first_version_after_an_artifact_leaves_it_as_it_was_if_its_scores_are_not_finite(published, tmp_path):
     folder, reasons = tmp_path / "copy", []
     add(folder, published.folder, 1)
-    chain = VersionChain(folder, Scorer, refused=reasons.append)
+    chain = chain_of(folder, reasons)
     scorer = chain.start()
     before = scores(scorer)
     add(folder, published.folder, 2)
@@ -208,7 +219,7 @@ def test_the_first_version_after_an_artifact_leaves_it_as_it_was_if_its_scores_a
 @pytest.mark.parametrize(("number", "last"), [(3, ROWS), (3, SUMS), (5, TABLES)])
 def test_a_version_that_a_tool_is_still_copying_is_looked_at_again(published, tmp_path, monkeypatch, number, last):
     folder, reasons, read = tmp_path / "copy", [], []
-    chain, scorer = at_version_2(published.folder, folder, reasons.append)
+    chain, scorer = at_version_2(published.folder, folder, reasons)
     add(folder, published.folder, number)
     path = path_of(folder, number) / last
     content = path.read_bytes()
@@ -239,7 +250,7 @@ def test_a_chain_ends_at_the_version_that_is_named(published, tmp_path):
 
 def test_a_gap_is_mended_by_the_version_that_was_missing(published, tmp_path):
     folder, reasons = tmp_path / "copy", []
-    chain, scorer = at_version_2(published.folder, folder, reasons.append)
+    chain, scorer = at_version_2(published.folder, folder, reasons)
     before = scores(scorer)
     add(folder, published.folder, 4)
     for _ in range(3):
@@ -253,7 +264,7 @@ def test_a_gap_is_mended_by_the_version_that_was_missing(published, tmp_path):
 
 def test_a_change_that_fails_half_way_is_undone(published, tmp_path, monkeypatch):
     folder, reasons = tmp_path / "copy", []
-    chain, first = at_version_2(published.folder, folder, reasons.append)
+    chain, first = at_version_2(published.folder, folder, reasons)
     before = scores(first)
     half_applied(monkeypatch, 3, can_be_undone=True)
     for number in (3, 4):
@@ -267,7 +278,7 @@ def test_a_change_that_fails_half_way_is_undone(published, tmp_path, monkeypatch
 
 def test_after_a_change_that_cannot_be_undone_the_newest_whole_version_is_loaded(published, tmp_path, monkeypatch):
     folder, reasons = tmp_path / "copy", []
-    chain, first = at_version_2(published.folder, folder, reasons.append)
+    chain, first = at_version_2(published.folder, folder, reasons)
     before = scores(first)
     half_applied(monkeypatch, 3)
     for number in (3, 4):
@@ -321,7 +332,7 @@ def test_a_damaged_snapshot_is_not_started_from(published, tmp_path):
     shutil.copytree(published.folder, tmp_path / "copy")
     damage(path_of(tmp_path / "copy", 5) / TABLES)
     reasons = []
-    chain = VersionChain(tmp_path / "copy", Scorer, refused=reasons.append)
+    chain = chain_of(tmp_path / "copy", reasons)
     # It goes from the artifact by the deltas; the snapshot is of the state that it then has.
     assert scores(chain.start()) == published.fresh[6] and chain.manifest.version == 6
     assert len(reasons) == 1 and f"0000000005/{TABLES} is damaged" in reasons[0]
@@ -344,7 +355,7 @@ def test_an_intact_version_gives_way_to_no_older_one(published, tmp_path):
     """The folder begins anew, and then has a newer whole version."""
     folder, reasons = tmp_path / "copy", []
     shutil.copytree(published.folder, folder)
-    chain = VersionChain(folder, Scorer, refused=reasons.append)
+    chain = chain_of(folder, reasons)
     scorer = chain.start()
     shutil.rmtree(folder)
     assert chain.next() is None and not reasons
@@ -401,7 +412,7 @@ def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, 
     shutil.copytree(published.folder, started)
     publisher = trainee.publisher(started, compact_every=1, keep=1)
     assert publisher.publish() == 7 and read_version(started, 7).manifest.kind == "snapshot"
-    before = scores(VersionChain(started, Scorer, refused=pytest.fail).start())
+    before = scores(chain_of(started).start())
     assert before != published.fresh[6]
     trainee.train(2)
     found, count, is_killed = {}, 0, True
@@ -410,7 +421,7 @@ def test_a_publisher_that_is_killed_leaves_a_folder_that_can_be_read(published, 
         folder = tmp_path / str(count)
         shutil.copytree(started, folder, copy_function=os.link)
         is_killed = killed_at(count, publisher, folder)
-        chain = VersionChain(folder, Scorer, refused=pytest.fail)
+        chain = chain_of(folder)
         found_here = scores(chain.start())
         found.setdefault(chain.manifest.version, []).append(found_here)
     assert count > 40 and found.keys() == {7, 8, 9}
@@ -509,7 +520,7 @@ def test_a_version_follows_the_one_whose_writer_failed_when_it_had_its_name(
     # A whole one may have what no row says, so another whole one follows it.
     parent = None if whole else read_version(folder, 8).digest
     assert read_version(folder, 9).manifest.parent == parent
-    assert VersionChain(folder, Scorer, refused=pytest.fail).start().version == 9
+    assert chain_of(folder).start().version == 9
 
 
 def test_another_model_gets_an_artifact_of_its_own(published, trainee, tmp_path, monkeypatch):

@@ -2,10 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from pathlib import Path
 
-from jfi.serving.scorer import Scorer
 from jfi.serving.server.live import Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.version_chain import VersionChain
@@ -15,33 +12,14 @@ POLL_SECONDS = 0.2
 _log = logging.getLogger("jfi.serving")
 
 
-class VersionFollower:
-    """Keeps a server at the newest version of a folder.
-
-    Args:
-        load: loads an artifact of the folder.
-        tables_device, at: as of VersionChain.
-    """
-
-    def __init__(
-        self, folder: Path, load: Callable[[Path], Scorer], tables_device: str | None = None, at: int | None = None
-    ) -> None:
-        self._reasons: list[str] = []
-        self._chain = VersionChain(folder, load, tables_device, self._reasons.append, at)
-
-    def start(self) -> Scorer:
-        """Returns the scorer of the version to begin with, which nothing holds here afterwards.
-
-        Raises:
-            ArtifactError: as of `VersionChain.start`.
-        """
-        return self._chain.start()
+class VersionFollower(VersionChain):
+    """Keeps a server at the newest version of a folder."""
 
     def health(self) -> dict[str, object]:
         """Returns what serves, for /health."""
-        now = self._chain.manifest
+        now = self.manifest
         about = {"version": now.version, "published": now.time, "log_position": now.log_position}
-        return about | {"refused_reason": self._chain.refused_reason}
+        return about | {"refused_reason": self.refused_reason}
 
     async def run(self, live: Live, metrics: Metrics) -> None:
         """Applies versions as they appear, until it is cancelled."""
@@ -50,7 +28,7 @@ class VersionFollower:
             self._show(metrics)
             step = None
             try:
-                step = await asyncio.to_thread(self._chain.next, live.now.scorer.is_whole)
+                step = await asyncio.to_thread(self.next, live.now.scorer.is_whole)
                 failed = None
             except Exception as error:  # such as a storage that does not answer
                 if failed != (failed := repr(error)):
@@ -61,19 +39,19 @@ class VersionFollower:
             try:
                 await (live.apply(step.change) if step.scorer is None else live.replace(step.scorer))
             except Exception as error:
-                self._chain.refuse(step, error)
+                self.refuse(step, error)
                 continue
-            if step.scorer is not None or self._chain.refused_reason is not None:
+            if step.scorer is not None or self.refused_reason is not None:
                 _log.warning("version %d answers, of artifact %s", step.version.number, live.now.scorer.identity)
-            self._chain.done(step)
+            self.done(step)
             metrics.versions.labels("applied").inc()
 
     def _show(self, metrics: Metrics) -> None:
         """Says what has been refused, and which version answers."""
-        for reason in self._reasons:
+        for reason in self.reasons:
             metrics.versions.labels("refused").inc()
-            _log.error("version %d answers on: %s", self._chain.manifest.version, reason)
-        self._reasons.clear()
-        metrics.version.set(self._chain.manifest.version)
-        metrics.version_published.set(self._chain.manifest.time)
-        metrics.version_refused.set(self._chain.refused_reason is not None)
+            _log.error("version %d answers on: %s", self.manifest.version, reason)
+        self.reasons.clear()
+        metrics.version.set(self.manifest.version)
+        metrics.version_published.set(self.manifest.time)
+        metrics.version_refused.set(self.refused_reason is not None)

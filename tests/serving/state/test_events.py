@@ -81,7 +81,7 @@ def new_state(tmp_path):
 
 
 def with_state(reader: RequestReader) -> RequestReader:
-    return RequestReader(reader.schema, reader.limits, reader._policy, state=layout_of(reader.schema, 1).info)
+    return RequestReader(reader.schema, reader.limits, reader.policy, state=layout_of(reader.schema, 1).info)
 
 
 def row(draw: random.Random, odd: float = 0.0) -> dict:
