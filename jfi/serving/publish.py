@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -191,7 +190,7 @@ class Publisher:
     def _write_snapshot(self, log_position: object, parent: Version | None) -> None:
         def fill(path: Path) -> dict[str, Any]:
             self._export.save_tables(path / TABLES)
-            _save(path / CONSTANTS, _constants(self._export))
+            write_tensors(path / CONSTANTS, _constants(self._export))
             return {"kind": "snapshot"}
 
         self._versions.write(fill, self._base, parent, log_position)
@@ -209,8 +208,8 @@ class Publisher:
             tensors[f"{name}.values"] = weight.detach()[rows].float()
 
         def fill(path: Path) -> dict[str, Any]:
-            _save(path / ROWS, tensors)
-            _save(path / CONSTANTS, _constants(self._export))
+            write_tensors(path / ROWS, tensors)
+            write_tensors(path / CONSTANTS, _constants(self._export))
             return {"kind": "delta"}
 
         version = self._versions.write(fill, self._base, self._versions.last, log_position)
@@ -385,8 +384,3 @@ def _fingerprint(export: Export, program: ExportedProgram) -> str:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    tensors = {name: one.detach().cpu().contiguous().clone() for name, one in tensors.items()}
-    write_tensors(path, lambda: save_file(tensors, path))

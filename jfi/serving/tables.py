@@ -6,7 +6,7 @@ grows are raw; it comes with the raw id of each of its rows, under the name `<ta
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -165,17 +165,18 @@ def save_tables(
     state = {name: weight.detach().cpu().float() for name, weight in weights.items()}
     state = state if kind == FLOAT else _quantize(state, tables)
     state |= {ids_name(table): own.cpu() for table, own in (ids or {}).items()}
-    state = {name: tensor.contiguous() for name, tensor in state.items()}
-    write_tensors(path, lambda: save_file(state, path))
+    write_tensors(path, state)
 
 
-def write_tensors(path: Path, save: Callable[[], None]) -> None:
-    """Has safetensors write a file, with the mode of any new file and the errors of the storage."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Has safetensors write tensors to a file, with the mode of any new file and the errors of the storage."""
     with naming(path):
         path.touch()
         mode = path.stat().st_mode
         try:
-            save()  # replaces the file by one that only its owner can read
+            save_file(
+                {name: one.contiguous() for name, one in tensors.items()}, path
+            )  # replaces the file by one that only its owner can read
         except SafetensorError as error:
             if number := re.search(r"\(os error (\d+)\)", str(error)):
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from None

@@ -50,8 +50,8 @@ def write_tables(
             table = read_table(paths, config.columns(), config, f"data.{one}s")
             categories = partial(_categories, table, config.separators())
             sids = read_semantic_ids(config, schema) if one == "item" else None
-            ids, own = _and_others(table.unique_ids(key, DROP), sids)
-            written[one] = _write(store, layout, ids, own, categories, table.numbers, sids, Cache())
+            ids = table.unique_ids(key, DROP)
+            written[one] = _write(store, layout, ids, categories, table.numbers, sids)
     return written
 
 
@@ -66,36 +66,28 @@ def write_columns_of_log(
     keys = {"item": columns.config.item, "user": columns.config.user}
     for one, layout in layouts_of(info).items():
         if one in of and layout.columns:
-            own = sids if one == "item" else None
-            ids, rows = _and_others(columns.categories(keys[one], one).values, own)
-            source = partial(columns.categories, of=one), partial(columns.numbers, of=one)
-            _write(store, layout, ids, rows, *source, own, Cache())
-
-
-def _and_others(ids: pa.Array, sids: SemanticIDs | None) -> tuple[pa.Array, np.ndarray]:
-    """Adds ids that have a semantic ID alone; returns with all ids their rows `[N]` int64, -1 for those."""
-    rows = np.arange(len(ids))
-    if sids is None:
-        return ids, rows
-    others = as_text(sids.items)
-    others = others.filter(pc.invert(pc.is_in(others, ids.cast(others.type))))
-    return pa.concat_arrays([ids.cast(others.type), others]), np.append(rows, np.full(len(others), -1))
+            ids, source = columns.categories(keys[one], one).values, (columns.categories, columns.numbers)
+            _write(store, layout, ids, *(partial(read, of=one) for read in source), sids if one == "item" else None)
 
 
 def _write(
     store: Store,
     layout: ColumnLayout,
     ids: pa.Array,
-    rows: np.ndarray,
     categories: Callable[[str], CodedColumn],
     numbers: Callable[[str], np.ndarray],
     sids: SemanticIDs | None,
-    cache: Cache,
 ) -> int:
-    """Writes the columns of ids, which are those of rows `[N]` int64."""
+    """Writes the columns of ids `[N]`, which are those of N rows, and the semantic IDs of others; returns how many."""
+    rows = np.arange(len(ids))
+    if sids is not None:
+        others = as_text(sids.items)
+        others = others.filter(pc.invert(pc.is_in(others, ids.cast(others.type))))
+        ids, rows = pa.concat_arrays([ids.cast(others.type), others]), np.append(rows, np.full(len(others), -1))
     if (longest := pc.max(pc.binary_length(ids)).as_py() or 0) > LONGEST_ID:
         raise DataError(f"a {layout.of} has an id of {longest} bytes, and a state's have at most {LONGEST_ID}")
     read: dict[str, Callable[[slice], Values]] = {}
+    cache = Cache()
     for name, one in layout.columns.items():
         if one.kind == "sid":
             found = np.full(len(ids), -1) if sids is None else sids.of(ids, allow_no_match=True)
@@ -103,7 +95,7 @@ def _write(
         elif one.kind == "number":
             read[name] = np.append(numbers(name), np.nan)[rows].__getitem__
         else:
-            read[name] = _Texts(categories(name), rows, is_list=one.kind == "texts")
+            read[name] = _texts(categories(name), rows, is_list=one.kind == "texts")
     if layout.sids:
         read[KNOWN] = (rows >= 0).__getitem__
     for begin, end in blocks(len(ids), _AT_ONCE):
@@ -113,20 +105,15 @@ def _write(
     return len(ids)
 
 
-class _Texts:
-    """The texts of a column, for any rows.
+def _texts(column: CodedColumn, rows: np.ndarray, is_list: bool) -> Callable[[slice], Values]:
+    """Returns what gives the texts of a column of the table for a range of `rows [N]` int64, -1 for none."""
+    texts = np.array([*column.values.to_pylist(), None], object)  # the code of a missing value is -1
 
-    Args:
-        rows: `[N]` int64 of the ids, -1 for none.
-    """
-
-    def __init__(self, column: CodedColumn, rows: np.ndarray, is_list: bool) -> None:
-        self._column, self._rows, self._is_list = column, rows, is_list
-        self._texts = np.array([*column.values.to_pylist(), None], object)  # the code of a missing value is -1
-
-    def __call__(self, part: slice) -> Values:
-        found = self._column.take(self._rows[part])
-        if not self._is_list:
-            return self._texts[found.codes].tolist()
+    def read(part: slice) -> Values:
+        found = column.take(rows[part])
+        if not is_list:
+            return texts[found.codes].tolist()
         counts = np.diff(found.offsets) if found.offsets is not None else (found.codes >= 0).astype(np.int64)
-        return self._texts[found.codes[found.codes >= 0]].tolist(), counts
+        return texts[found.codes[found.codes >= 0]].tolist(), counts
+
+    return read

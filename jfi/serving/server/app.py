@@ -41,9 +41,9 @@ from jfi.serving.schema import NotFiniteError
 from jfi.serving.scorer import Scorer
 from jfi.serving.server.admission import Admission, Bodies, Connections, OverloadedError, Pace, Runner
 from jfi.serving.server.batcher import DeadlineExceededError
-from jfi.serving.server.events import EventWriter, json_response, state_routes
+from jfi.serving.server.events import LOG, WRITER, EventWriter, json_response, state_routes
 from jfi.serving.server.follow import VersionFollower
-from jfi.serving.server.live import Live
+from jfi.serving.server.live import LIVE, Live
 from jfi.serving.server.metrics import Metrics
 from jfi.serving.server.tokens import Tokens
 from jfi.state.stores import StoreUnavailableError
@@ -56,16 +56,13 @@ _REASONS |= {413: "too_large", 415: "compressed"}
 _log = logging.getLogger("jfi.serving")
 _requests = logging.getLogger("jfi.serving.requests")
 
-LIVE = web.AppKey("live", Live)
 _METRICS = web.AppKey("metrics", Metrics)
 _BODIES = web.AppKey("bodies", Bodies)
 _CONNECTIONS = web.AppKey("connections", Connections)
 _FAULTS, _PROBES = web.AppKey("faults", Pace), web.AppKey("probes", Pace)
-_WRITER = web.AppKey("writer", EventWriter)
 _TOKENS = web.AppKey("tokens", Tokens)
 #: What runs beside the answers until it is cancelled.
 Task = Callable[[Live, Metrics], Awaitable[None]]
-_LOG = web.AppKey[RequestLog | None]("log", RequestLog)
 #: The id of the request that is answered.
 _NAME: ContextVar[str] = ContextVar("id")
 #: Set once the server is about to stop.
@@ -127,21 +124,21 @@ def make_app(
         metrics.queue_capacity.set(queue)
         metrics.bodies_arriving.set_function(lambda: arriving.arriving)
         metrics.connections.set_function(lambda: len(app[_CONNECTIONS].open))
-        app[_WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
-        app[_LOG] = None if log is None else log(metrics.logged_lines)
+        app[WRITER] = EventWriter(lambda: app[LIVE].now.scorer.state, metrics, queue)
+        app[LOG] = None if log is None else log(metrics.logged_lines)
         own = [*tasks] if follower is None else [*tasks, follower.run]
         if scorer.state is not None and scorer.state.retention.is_bounded:
-            own.append(app[_WRITER].expire)
+            own.append(app[WRITER].expire)
         del scorer  # an artifact in use is held by Live alone, which releases it for another
         running = [asyncio.create_task(task(live, metrics)) for task in own]
         yield
-        await app[_WRITER].close()
+        await app[WRITER].close()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await app[LIVE].close()
-        if app[_LOG] is not None:
-            await asyncio.to_thread(app[_LOG].close)
+        if app[LOG] is not None:
+            await asyncio.to_thread(app[LOG].close)
 
     async def score(request: web.Request) -> web.Response:
         start = time.perf_counter()
@@ -153,8 +150,8 @@ def make_app(
             answer = {"scores": scores} | ({} if scored.version is None else {"version": scored.version})
             if scored.stored is not None:
                 answer["state"] = scored.stored.answer()
-        if app[_LOG] is not None:
-            app[_LOG].add(_NAME.get(), body, scores, scored, app[LIVE].now.scorer.reader)
+        if app[LOG] is not None:
+            app[LOG].add(_NAME.get(), body, scores, scored, app[LIVE].now.scorer.reader)
         metrics.request_seconds.observe(time.perf_counter() - start)
         return json_response(answer)
 
@@ -167,8 +164,7 @@ def make_app(
     paths |= {"schema": _schema, "metrics": _show_metrics}
     routes = [web.post("/score", score), *(web.get(f"/{path}", handler) for path, handler in paths.items())]
     if scorer.state is not None:
-        own = lambda: app[LIVE], lambda: app[_WRITER], admission, arriving, deadline, feed, lambda: app[_LOG]
-        routes += state_routes(*own)
+        routes += state_routes(admission, arriving, deadline, feed)
     app.add_routes(routes)
     return app
 

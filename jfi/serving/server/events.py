@@ -16,7 +16,7 @@ from aiohttp import web
 
 from jfi.serving.request_log import RequestLog
 from jfi.serving.server.admission import Admission, Bodies, OverloadedError
-from jfi.serving.server.live import Live
+from jfi.serving.server.live import LIVE, Live
 from jfi.serving.server.metrics import Metrics
 from jfi.state.columns import Entity, read_columns
 from jfi.state.events import names_of
@@ -135,21 +135,17 @@ class EventWriter:
                 answer.set_result(result)
 
 
-def state_routes(
-    live: Callable[[], Live],
-    writer: Callable[[], EventWriter],
-    admission: Admission,
-    bodies: Bodies,
-    deadline: float,
-    feed: Path | None,
-    log: Callable[[], RequestLog | None],
-) -> list[web.RouteDef]:
+#: What writes events, and the log of requests, or None, from which users are removed too.
+WRITER = web.AppKey("writer", EventWriter)
+LOG = web.AppKey[RequestLog | None]("log", RequestLog)
+
+
+def state_routes(admission: Admission, bodies: Bodies, deadline: float, feed: Path | None) -> list[web.RouteDef]:
     """Returns the routes of a server with a state of users.
 
     Args:
         deadline: seconds that a body may wait until it is read.
         feed: folder that the state is fed from, or None; with one, bodies of events are refused.
-        log: gives the log of requests, or None; users are removed from it too.
     """
 
     async def add(request: web.Request) -> web.Response:
@@ -159,10 +155,10 @@ def state_routes(
         body = await bodies.receive(request)
         with admission:
             until = asyncio.get_running_loop().time() + deadline
-            events = await live().read(live().now.scorer.events.read, body, until)
-        added = await writer().add(events)  # outside of the admission: a slow store holds up no others
+            events = await request.app[LIVE].read(request.app[LIVE].now.scorer.events.read, body, until)
+        added = await request.app[WRITER].add(events)  # outside of the admission: a slow store holds up no others
         answer = {"added": added.added, "repeated": added.repeated}
-        if live().now.scorer.state.retention.quota is not None:
+        if request.app[LIVE].now.scorer.state.retention.quota is not None:
             answer["over_quota"] = added.over_quota
         return json_response(answer)
 
@@ -171,22 +167,22 @@ def state_routes(
         name, body = _name(of, request), await bodies.receive(request)
         with admission:
             until = asyncio.get_running_loop().time() + deadline
-            layout = live().now.scorer.state.tables[of]
-            columns = await live().read(partial(read_columns, layout), body, until)
-        await writer().change(lambda state: state.put(of, name, columns))
+            layout = request.app[LIVE].now.scorer.state.tables[of]
+            columns = await request.app[LIVE].read(partial(read_columns, layout), body, until)
+        await request.app[WRITER].change(lambda state: state.put(of, name, columns))
         return json_response({"stored": True})
 
     async def delete(of: Entity, request: web.Request) -> web.Response:
         name = _name(of, request)
         with admission:
-            found = await writer().change(lambda state: state.delete(of, name))
-            if of == "user" and (requests := log()) is not None:
-                user_id = live().now.scorer.reader.schema.user_id
+            found = await request.app[WRITER].change(lambda state: state.delete(of, name))
+            if of == "user" and (requests := request.app[LOG]) is not None:
+                user_id = request.app[LIVE].now.scorer.reader.schema.user_id
                 found |= await asyncio.to_thread(requests.remove_user, name, user_id) > 0
             return json_response({"deleted": found})
 
-    async def schema(_: web.Request) -> web.Response:
-        return web.json_response(live().now.scorer.events.json_schema())
+    async def schema(request: web.Request) -> web.Response:
+        return web.json_response(request.app[LIVE].now.scorer.events.json_schema())
 
     routes = [web.post("/events", add), web.get("/schema/events", schema)]
     for of in ("item", "user"):

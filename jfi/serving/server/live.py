@@ -5,6 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from aiohttp import web
+
 from jfi.serving.artifact import ArtifactError
 from jfi.serving.published import Change
 from jfi.serving.requests import Request
@@ -147,6 +149,10 @@ class Live:
         for thread in self._threads:
             await asyncio.to_thread(thread.shutdown)
         del self.now
+
+
+#: The artifact of an application.
+LIVE = web.AppKey("live", Live)
 
 
 def check(new: Scorer, old: Scorer) -> None:
