@@ -367,7 +367,7 @@ def _constants(export: Export) -> dict[str, Tensor]:
     """Returns the constants of the dense part by name, as they are now."""
     scoring = export.scoring()
     named = (*scoring.named_parameters(remove_duplicate=False), *scoring.named_buffers(remove_duplicate=False))
-    return {name: value.detach() for name, value in named}
+    return {name: value.detach().cpu().clone() for name, value in named}  # one may have several names
 
 
 def _fingerprint(export: Export, program: ExportedProgram) -> str:

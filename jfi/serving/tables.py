@@ -174,9 +174,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         path.touch()
         mode = path.stat().st_mode
         try:
-            save_file(
-                {name: one.contiguous() for name, one in tensors.items()}, path
-            )  # replaces the file by one that only its owner can read
+            # It replaces the file by one that only its owner can read.
+            save_file({name: one.cpu().contiguous() for name, one in tensors.items()}, path)
         except SafetensorError as error:
             if number := re.search(r"\(os error (\d+)\)", str(error)):
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from None

@@ -21,7 +21,8 @@ from jfi.serving.server import live
 pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient
 
-from jfi.serving.server.app import LIVE, make_app
+from jfi.serving.server.app import make_app
+from jfi.serving.server.live import LIVE
 
 from .conftest import rewriting
 from .test_server import Server, Slow, samples, serve

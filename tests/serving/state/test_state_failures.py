@@ -12,7 +12,8 @@ pytest.importorskip("aiohttp")
 from jfi.serving.artifact import INFO, VOCABULARIES, ArtifactError
 from jfi.serving.scorer import Scorer, StateSettings
 from jfi.serving.server import events as server_events
-from jfi.serving.server.app import _WRITER, LIVE
+from jfi.serving.server.events import WRITER
+from jfi.serving.server.live import LIVE
 from jfi.state.layout import TIME
 from jfi.state.state import write_layout
 from jfi.state.stores import StoreUnavailableError
@@ -103,7 +104,7 @@ def test_a_write_that_hangs_takes_no_place_of_requests(stateful, store, request_
     async def talk(client):
         store.go_on = threading.Event()
         post = asyncio.create_task(client.post("/events", json=[EVENT]))
-        while not client.app[_WRITER]._is_writing:
+        while not client.app[WRITER]._is_writing:
             await asyncio.sleep(0.01)
         assert (await client.post("/score", json=request_body)).status == 200
         store.go_on.set()
@@ -231,7 +232,7 @@ def test_bodies_that_wait_are_written_together_each_whole_or_not(stateful, store
                 rows[1]["time"] = NOW - 90_000
             bodies.append([*rows, EVENT])
         posts = [asyncio.create_task(client.post("/events", json=body)) for body in bodies]
-        while len(client.app[_WRITER]._waiting) < 63:
+        while len(client.app[WRITER]._waiting) < 63:
             await asyncio.sleep(0.01)
         store.go_on.set()
         answers = [await answer(await post) for post in posts]
@@ -265,7 +266,7 @@ def test_a_write_takes_a_bounded_number_of_events(stateful, store, monkeypatch, 
             asyncio.create_task(client.post("/events", json=[EVENT | {"event_id": f"{body}-{i}"} for i in range(2)]))
             for body in range(6)
         ]
-        while len(client.app[_WRITER]._waiting) < 5:
+        while len(client.app[WRITER]._waiting) < 5:
             await asyncio.sleep(0.01)
         store.go_on.set()
         assert [await answer(await post) for post in posts] == [(200, {"added": 2, "repeated": 0})] * 6
@@ -284,7 +285,7 @@ def test_after_a_write_that_failed_half_of_its_events_are_written_together(state
         assert (status, told["error"]) == (503, "the state of users does not answer: slow; try again")
         store.fault, store.go_on, before = None, threading.Event(), store.updates
         posts = [asyncio.create_task(client.post("/events", json=[EVENT | {"event_id": i}])) for i in range(9)]
-        while len(client.app[_WRITER]._waiting) < 8:
+        while len(client.app[WRITER]._waiting) < 8:
             await asyncio.sleep(0.01)
         store.go_on.set()
         assert {(await one).status for one in posts} == {200}
@@ -300,7 +301,7 @@ def test_a_body_of_more_events_that_fails_lets_no_more_be_written_together(state
     async def talk(client):
         store.fault = "slow"
         assert (await client.post("/events", json=[EVENT] * 20)).status == 503
-        assert client.app[_WRITER]._at_once == 2
+        assert client.app[WRITER]._at_once == 2
 
     serve(stateful, talk)
 
@@ -315,7 +316,7 @@ def test_a_user_whose_events_are_damaged_is_refused_alone_and_by_name(stateful, 
         store.go_on = threading.Event()
         bodies = [[EVENT | {"user": "w"}], *([EVENT | {"user": user, "event_id": "new"}] for user in users)]
         posts = [asyncio.create_task(client.post("/events", json=body)) for body in bodies]
-        while len(client.app[_WRITER]._waiting) < 3:
+        while len(client.app[WRITER]._waiting) < 3:
             await asyncio.sleep(0.01)
         store.go_on.set()
         _, *posted = [await answer(await one) for one in posts]
@@ -355,7 +356,7 @@ def test_what_a_client_sent_who_has_left_is_whole(stateful, store):
     async def talk(client):
         store.go_on = threading.Event()
         posts = [asyncio.create_task(client.post("/events", json=[EVENT | {"event_id": i}] * 2)) for i in range(3)]
-        while len(client.app[_WRITER]._waiting) < 2:
+        while len(client.app[WRITER]._waiting) < 2:
             await asyncio.sleep(0.01)
         for post in posts[:2]:
             post.cancel()
@@ -370,7 +371,7 @@ def test_a_server_that_stops_writes_what_it_has_begun(stateful, store):
     async def talk(client):
         store.go_on = threading.Event()
         posts = [asyncio.create_task(client.post("/events", json=[EVENT | {"event_id": i}])) for i in range(3)]
-        while len(client.app[_WRITER]._waiting) < 2:
+        while len(client.app[WRITER]._waiting) < 2:
             await asyncio.sleep(0.01)
         for post in posts:
             post.cancel()
