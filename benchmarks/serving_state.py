@@ -118,7 +118,8 @@ def parts(
     requests = [scorer.reader.read(body) for body in bodies]
     users = [one.stored.user for one in requests]
     keys = [user_key(user) for user in users]
-    histories = [state.histories([user])[0] for user in users]
+    records = zip(state.store.get([*map(user_key, users)]), users, strict=True)
+    histories = [state.layout.records(*one) for one in records]
     filled = [state.fill([one])[0] for one in requests]
     inputs = [batch_inputs([one], scorer.inputs, scorer.tables, scorer.device) for one in filled]
     wait = torch.cuda.synchronize if scorer.device.type == "cuda" else lambda: None

@@ -170,9 +170,7 @@ def shorten(features: KeyedJaggedTensor, keys: Sequence[str], selected: Selected
     """The keys of a history cut to the events that were selected; the others stay as they are.
 
     Args:
-        features: a batch with one batch size.
         keys: aligned, in `features`.
-        selected: of the history.
     """
     stride, old_weights = features.stride(), features.weights_or_none()
     lengths, values, weights, sizes = features.lengths().view(len(features.keys()), stride).clone(), [], [], []
@@ -218,7 +216,6 @@ def select_on_device(
     """Returns the events that stay.
 
     Args:
-        tables: of the policy.
         cells: `[S]` integers in [0, C).
         segments: `[B]` integers in [0, K).
         offsets: `[B + 1]` int64, the ranges of the histories among the S events; what lies behind the last is padding.

@@ -63,11 +63,6 @@ def draw_policy(policy: Policy, title: str, path: Path) -> None:
 
     A filled mark is a bin whose events stay, a hollow one a bin that is removed; a dotted line is the logistic model.
     The marks at the right are events of unknown dwell. Of more than 8 surfaces those with the most events are drawn.
-
-    Args:
-        policy: what to draw.
-        title: of the picture.
-        path: the file to write.
     """
     count, surfaces = len(policy.segment_reports), len(policy.surfaces)
     events = [sum(sum(one.events) for one in policy.surface_reports[g::surfaces]) for g in range(surfaces)]

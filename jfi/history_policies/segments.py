@@ -155,7 +155,6 @@ def learn_segments(statistics: np.ndarray, num_segments: int | None, seed: int) 
     Args:
         statistics: one column a user, without NaN in the first row.
         num_segments: K, or None for the one of 2 to 8 with the largest silhouette.
-        seed: of what is random.
 
     Raises:
         ValueError: there are fewer different users than segments.

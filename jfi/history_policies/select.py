@@ -55,7 +55,6 @@ def select_events(
     """Returns the events that stay; on a GPU it is `PolicyModule`.
 
     Args:
-        tables: of the policy.
         cells: `[S]` integers in [0, C).
         segments: `[B]` integers in [0, K).
         lengths: `[B]` of the histories, their sum S.

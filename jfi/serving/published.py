@@ -339,11 +339,7 @@ def _rows(path: Path, tensors: dict[str, Tensor], tables: dict[str, Table]) -> d
 
 
 def check_tables(path: Path, tables: Tables) -> None:
-    """Checks that the values of tables are finite; only float32 tables are published.
-
-    Raises:
-        PublishedError: they are not.
-    """
+    """Checks that the values of tables are finite; only float32 tables are published."""
     if isinstance(tables, FloatTables):
         _check_finite(path, tables.tensors)
 

@@ -101,11 +101,7 @@ class ColumnLayout:
         return found
 
     def decode(self, values: Sequence[bytes | None]) -> dict[str, Stored]:
-        """Returns by name the columns `[N]` of N values.
-
-        Raises:
-            StateError: one is damaged.
-        """
+        """Returns by name the columns `[N]` of N values."""
         own, size = [self._missing if one is None else one for one in values], self.dtype.itemsize
         heads = [one[:size] for one in own] if self._lists else own
         with finding_damage(f"the columns of {self.of}s"):
@@ -268,11 +264,7 @@ class ModelColumns:
         self._ids = {one.name: Ids(one.name, known[one.name], one, texts) for one in self._fields if one.name in known}
 
     def __call__(self, columns: Mapping[str, Stored], names: Sequence[str]) -> Encoded:
-        """Returns what a model reads of some columns.
-
-        Raises:
-            StateError: a record has a number that its dictionary has not.
-        """
+        """Returns what a model reads of some columns."""
         found = Encoded()
         for one in self._fields:
             if one.name not in names:

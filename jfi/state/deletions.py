@@ -66,11 +66,7 @@ class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def info_of(path: Path) -> PartInfo | None:
-    """Returns the metadata of a part; None for one that no server has written.
-
-    Raises:
-        StateError: it is damaged.
-    """
+    """Returns the metadata of a part; None for one that no server has written."""
     import pyarrow.parquet as pq
 
     given = (pq.read_schema(path).metadata or {}).get(METADATA)
@@ -112,11 +108,7 @@ def write_deletions(store: Store, folder: Path) -> None:
 
 
 def read_deletions(folder: Path) -> list[Deletion]:
-    """Returns the deletions of a folder of parts, in their order.
-
-    Raises:
-        StateError: the list is damaged.
-    """
+    """Returns the deletions of a folder of parts, in their order."""
     try:
         content = (folder / LIST).read_bytes()
     except FileNotFoundError:

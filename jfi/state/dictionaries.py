@@ -86,11 +86,7 @@ class Dictionaries:
         self._counts[values] += len(numbers)
 
     def texts(self, values: str, numbers: Iterable[int]) -> list[str | None]:
-        """The texts of numbers of a dictionary, None for 0.
-
-        Raises:
-            StateError: the store has no such number.
-        """
+        """The texts of numbers of a dictionary, None for 0."""
         numbers = list(numbers)
         cached, new = self._cache.texts.setdefault(values, {}), self._new_texts.get(values, {})
         known = {number: new.get(number, cached.get(number)) for number in numbers}

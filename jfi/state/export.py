@@ -31,9 +31,6 @@ def as_arrow(column: Column, values: Stored, texts: Texts) -> pa.Array:
 
     Args:
         values: `[N]`, of lists `[N, size]` or the numbers of all lists and how many `[N]` each has.
-
-    Raises:
-        StateError: the column's dictionary has no such number.
     """
     if column.kind not in ("text", "texts"):
         is_missing = values == 0 if column.kind == "session" else np.isnan(values)

@@ -142,11 +142,7 @@ class EventLayout:
         self.dtype, self.others = np.dtype([*_OWN, *own]), np.dtype(_OWN)
 
     def records(self, value: bytes | None, user: str) -> np.ndarray:
-        """Returns the records `[S]` of a user's value; none if it is None.
-
-        Raises:
-            StateError: it is damaged.
-        """
+        """Returns the records `[S]` of a user's value; none if it is None."""
         with finding_damage(f"the events of user '{user}'"):
             return np.frombuffer(value or b"", self.dtype)
 

@@ -69,7 +69,7 @@ def fill(
 
     Raises:
         DataError: a table is missing or malformed, a row is of the future, or a user's id is too long.
-        StateError: see `layout_of`.
+        StateError: see `layout_of_run`.
     """
     users, events, layout = 0, 0, layout_of_run(requests, config, schema, reads_labels)
     if interactions != "none":

@@ -62,9 +62,6 @@ class ModelIds:
         Args:
             texts: of new events, whose texts may have no numbers yet, by column of texts `[S]`, of lists of texts
                 `[S * size]`; they are read in place of numbers, and crosses are left out.
-
-        Raises:
-            StateError: a record has a number that its dictionary has not.
         """
         found = {}
         for one in self._fields:

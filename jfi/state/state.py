@@ -96,26 +96,10 @@ class UserState:
             self.counters = StateCounters(schema.statistics or info.statistics, schema, self.layout)
 
     def texts(self, values: str, numbers: Iterable[int]) -> list[str | None]:
-        """Returns the texts of numbers of a column, None for 0.
-
-        Raises:
-            StoreUnavailableError: the store does not answer.
-            StateError: it has no such number.
-        """
+        """Returns the texts of numbers of a column, None for 0."""
         found = Dictionaries(self.store.get, self._cache).texts(values, numbers)
         self._cache.trim()
         return found
-
-    def histories(self, users: Sequence[str]) -> list[np.ndarray]:
-        """Returns the records of users, none for one without state, by one read of the store.
-
-        Raises:
-            StoreUnavailableError: the store does not answer.
-            StateError: a user's records are damaged, or the store has another state than this one.
-        """
-        info, *values = self.store.get([_INFO, *map(user_key, users)])
-        self._check_info(info)
-        return list(map(self.layout.records, values, users))
 
     def add(self, bodies: Sequence[LogRows]) -> list[Added | BadRequestError]:
         """Writes rows, all at once; a body with a fault is left out whole.
@@ -150,9 +134,6 @@ class UserState:
 
         Returns:
             None, and nothing is added, if the state was fed something else meanwhile.
-
-        Raises:
-            StoreUnavailableError, StateError: as of `add`.
         """
         found: list[Added] = []
 
@@ -281,9 +262,6 @@ class UserState:
 
         Args:
             is_available: if false, nothing is read: the user and the items are new ones.
-
-        Raises:
-            StoreUnavailableError: the store does not answer.
         """
         keys = [[] if one.stored is None else self._keys(one.stored) for one in requests]
         is_read = is_available and any(one.stored is not None for one in requests)

@@ -124,9 +124,6 @@ class UserRows:
         users: distinct ids.
         oldest: time after which rows are kept; older ones count as repeated: nobody knows whether they were there.
         quota: how many further rows of these users count, or None for any number.
-
-    Raises:
-        StateError: a user's rows are damaged.
     """
 
     def __init__(

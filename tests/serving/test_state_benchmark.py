@@ -16,7 +16,7 @@ from jfi.state.layout import layout_of
 from jfi.state.state import UserState
 from jfi.state.stores import open_store
 
-from .state.adding import LOG
+from .state.adding import LOG, records_of
 
 NOW = 1_750_000_000
 
@@ -46,7 +46,7 @@ def test_all_ways_give_the_model_the_same_request(synthetic, tmp_path):
             assert other.num_events == by_columns.num_events == 40 and other.ids.keys() == by_columns.ids.keys()
             assert all(np.array_equal(other.ids[key], ids) for key, ids in by_columns.ids.items())
             assert np.array_equal(other.ages, by_columns.ages)
-    assert len(state.histories(["w0"])[0]) == serving_state.WRITTEN_HISTORY
+    assert len(records_of(state, ["w0"])[0]) == serving_state.WRITTEN_HISTORY
     store.close()
 
 

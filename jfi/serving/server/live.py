@@ -156,11 +156,7 @@ LIVE = web.AppKey("live", Live)
 
 
 def check(new: Scorer, old: Scorer) -> None:
-    """Checks that an artifact takes the requests of another.
-
-    Raises:
-        ArtifactError: it does not.
-    """
+    """Checks that an artifact takes the requests of another."""
     got, want = ((one.reader.fields, one.reader.schema.codec) for one in (new, old))
     if got != want:
         raise ArtifactError(f"{new.identity} has other fields of requests, {got} and not {want}; start another server")

@@ -3,10 +3,12 @@
 import random
 import signal
 
+import numpy as np
+
 from jfi.serving.requests import RequestReader
 from jfi.serving.schema import Field, Limits, Schema
 from jfi.state.events import EventReader
-from jfi.state.layout import Log, layout_of
+from jfi.state.layout import Log, layout_of, user_key
 from jfi.state.state import UserState
 from jfi.state.stores import open_store
 
@@ -22,6 +24,11 @@ SCHEMA = Schema(
 )
 LAYOUT, READER = layout_of(SCHEMA, 5000, LOG), RequestReader(SCHEMA, Limits(1, 5000))
 READ = EventReader(LAYOUT)
+
+
+def records_of(state: UserState, users: list[str]) -> list[np.ndarray]:
+    """The records of users, none for one without state."""
+    return list(map(state.layout.records, state.store.get([*map(user_key, users)]), users))
 
 
 def body(number: int) -> list[dict]:

@@ -41,12 +41,13 @@ from jfi.state.state import UserState
 from jfi.state.stores import LmdbStore, StateError
 
 from ..test_server import serve
+from .adding import records_of
 from .conftest import EVENT, NOW, added, answer, request
 from .test_state_statistics import CASES, KINDS, Replay, log  # noqa: F401
 
 
 def ids(replay: Replay, user: str = "u3") -> list[int]:
-    return replay.state.histories([user])[0]["jfi id"].tolist()
+    return records_of(replay.state, [user])[0]["jfi id"].tolist()
 
 
 def rows_of(log, user: str) -> int:  # noqa: F811
@@ -167,7 +168,7 @@ def test_a_state_that_is_fed_removes_users_as_the_list_grows(log, tmp_path, new_
     step(*late)
     assert ids(early[0]) == ids(late[0])
     times = [row["timestamp"] for row in log[300:400] if row["user_id"] == "u3"]
-    assert sorted(set(early[0].state.histories(["u3"])[0]["jfi time"].tolist())) == sorted({*times})
+    assert sorted(set(records_of(early[0].state, ["u3"])[0]["jfi time"].tolist())) == sorted({*times})
     for number in range(3):
         write(number, [row for row in log[number * 100 : number * 100 + 100] if row["user_id"] != "u3"])
     step(*never)

@@ -22,7 +22,7 @@ from ..test_columns import assert_same, by_columns
 from ..test_json_schema import LAYOUT, changed, validator
 from ..test_policy_requests import ALL, LONG, SHORT, fitted, history, removing
 from ..test_policy_requests import reader as policy_reader
-from .adding import LOG
+from .adding import LOG, records_of
 
 NOW = 1_700_000_000.0
 #: A field of each kind.
@@ -240,7 +240,7 @@ def test_events_of_one_time_and_item_with_ids_stay_in_the_order_in_which_they_ca
     sent = [{"user": "u", "time": NOW, "event_id": i} | row(draw) | {"item": 2, "seconds": i % 3} for i in range(9)]
     for begin, end in ((0, 4), (4, 5), (5, 9)):
         state.add([events(sent[begin:end])])
-    (found,) = state.histories(["u"])
+    (found,) = records_of(state, ["u"])
     assert found["seconds"].tolist() == [0.0, 1.0, 2.0] * 3
 
 
@@ -253,7 +253,7 @@ def test_more_events_than_are_kept_leave_the_newest(new_state):
         state.add([events(sent[begin : begin + 30])])
     (again,) = state.add([events(sent)])
     assert (again.added, again.repeated) == (0, 200)  # an id that was forgotten counts as one that was there
-    (found,) = state.histories(["u"])
+    (found,) = records_of(state, ["u"])
     assert found[TIME].tolist() == [NOW - i for i in range(68, -1, -1)]
 
 
@@ -271,7 +271,7 @@ def test_a_repeated_event_counts_once_wherever_it_is(new_state):
     assert add([event(None, item=2), event(None, time=NOW - 1), event(None)]) == [(2, 1)]
     assert add([event("a"), event("c")], [event("c"), event("b", time=NOW - 9, item=2)]) == [(1, 1), (0, 2)]
     assert add([event("a", user="v"), event("7"), event(7), event(7.0)]) == [(2, 2)]
-    assert [len(one) for one in state.histories(["u", "v", "w"])] == [7, 1, 0]
+    assert [len(one) for one in records_of(state, ["u", "v", "w"])] == [7, 1, 0]
 
 
 def test_values_above_the_bounds_of_numbers_and_of_memory(new_state, monkeypatch):
@@ -281,7 +281,7 @@ def test_values_above_the_bounds_of_numbers_and_of_memory(new_state, monkeypatch
     state, events = new_state(read), events_of(read)
     for item in ("x", "y", "x", "z", "w", "y", "w"):
         state.add([events([{"user": item, "time": NOW, "item": item}])])
-        (found,) = state.histories([item])
+        (found,) = records_of(state, [item])
         number = found["item"][-1].item()
         assert number == {"x": 1, "y": 2, "z": 3, "w": 0}[item]
         assert state.texts("item", [number]) == [None if item == "w" else item]
@@ -308,7 +308,7 @@ def test_the_schema_of_events_accepts_what_the_reader_accepts(form, policy):
     if policy:
         plain = policy_reader(removing(SHORT), ALL)
         one = {"item": 3, "kind": "k", "surface": "feed", "dwell": 1.5, "session": "s"}
-    read = events_of(plain, max_events=3)
+    read = records_of(plain, max_events=3)
     valid, outcomes = validator(read), set()
     whole = [{"user": "u", "time": NOW, "event_id": "e"} | one]
     if form == "columns":

@@ -28,6 +28,7 @@ from jfi.state.state import UserState, write_layout
 from jfi.state.stores import LmdbStore, StateError
 
 from ..test_server import samples, serve
+from .adding import records_of
 from .conftest import EVENT, NOW, added, answer, asked
 from .test_requests_by_id import by_id, learnt  # noqa: F401
 from .test_state_statistics import CASES, COUNT, KINDS, Replay, log  # noqa: F401
@@ -460,7 +461,7 @@ def test_columns_that_rows_do_not_carry_are_those_of_the_state(by_id, tmp_path):
         assert Feed(folder).step(plain, EventReader(plain.layout))
         for number in range(9):
             name = own[number]["user_id"]
-            (a,), (b,) = state.histories([name]), plain.histories([name])
+            (a,), (b,) = records_of(state, [name]), records_of(plain, [name])
             assert a[-1:].tobytes() == b[-1:].tobytes()
 
 

@@ -19,7 +19,7 @@ from jfi.state.state import UserState, write_layout
 from jfi.state.stores import StateError
 
 from ..test_columns import assert_same
-from .adding import LOG
+from .adding import LOG, records_of
 
 NOW = 1_700_000_000.0
 FIELDS = [
@@ -128,7 +128,7 @@ def test_a_shorter_history_keeps_the_newest(new_store):
     (whole,) = state.fill([state.reader({"user": "u", "candidates": [{}], "time": NOW + 1000})])
     assert found.num_events == 10 and found.ids["history_item"].tolist() == whole.ids["history_item"][-10:].tolist()
     short.add([EventReader(short.layout)([events[0] | {"time": NOW + 500, "event_id": "new"}])])
-    assert len(state.histories(["u"])[0]) == 161  # a server that reads less keeps as much
+    assert len(records_of(state, ["u"])[0]) == 161  # a server that reads less keeps as much
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,6 @@ def test_a_number_is_given_to_no_second_value_where_the_count_of_values_is_lost(
     assert len(again.add([read(event("v", "maybe"))])) == 1  # a value that has a number
     with pytest.raises(StateError, match="it has lost the number of values of 'action'; restore a backup"):
         again.add([read(event("v", "perhaps"))])
-    (records,) = again.histories(["u"])
+    (records,) = records_of(again, ["u"])
     assert again.texts("action", records["action"].tolist()) == ["maybe"]
     assert state.store.get([b"caction"]) == [None]

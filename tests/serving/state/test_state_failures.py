@@ -20,6 +20,7 @@ from jfi.state.stores import StoreUnavailableError
 
 from ..conftest import as_sent, rewriting
 from ..test_server import samples, serve
+from .adding import records_of
 from .conftest import CANDIDATES, EVENT, NOW, added, answer, asked, request
 
 
@@ -242,7 +243,7 @@ def test_bodies_that_wait_are_written_together_each_whole_or_not(stateful, store
             else:
                 assert (status, told) == (200, {"added": 1 + number % 2, "repeated": 1})
         assert store.updates - before == 2  # the first body, and all that waited while it was written
-        (records,) = stateful.state.histories(["u"])
+        (records,) = records_of(stateful.state, ["u"])
         wanted = [NOW + number for number in range(64) if number % 8 != 7 for _ in range(1 + number % 2)]
         assert records[TIME].tolist() == [NOW, *wanted]
 
@@ -379,5 +380,5 @@ def test_a_server_that_stops_writes_what_it_has_begun(stateful, store):
         asyncio.get_running_loop().call_later(0.1, store.go_on.set)
 
     serve(stateful, talk)
-    (records,) = stateful.state.histories(["u"])
+    (records,) = records_of(stateful.state, ["u"])
     assert len(records) == 3
