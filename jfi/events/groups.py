@@ -105,13 +105,10 @@ class StatisticsSettings:
     """The settings of statistics of the past: what they are of, and how they are counted.
 
     Args:
-        user, item: names of the columns of the ids.
-        groups: of `data.statistics`.
         window: the newest events that `similar` compares a target with.
         half_lives: of `popularity`, in seconds.
         is_implicit: whether every row is a positive.
         num_known: the number of items that training knows.
-        categories: names of the categorical columns of the item.
         columns: those of them that have values, by name.
         session: name of the column of sessions that is read, or None.
         numbers: by name the quantiles of the numbers of events that count.

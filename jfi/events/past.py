@@ -50,7 +50,6 @@ class Older:
 
     Args:
         first, end: `[B]` int64.
-        position: see `Past`.
     """
 
     first: np.ndarray
@@ -77,7 +76,6 @@ class Past:
 
     Args:
         codes: `[N]` int64 ascending, key * moments + moment.
-        moments: the number of moments.
         keys: `[K]` int64, distinct keys whose indices stand for them where `codes` would be too large; else empty.
         order: `[N]` integers, the numbers of the rows in the order of `codes`; None where they are not known. Equal
             rows are in the order in which they were given to `sort`.

@@ -40,7 +40,6 @@ class KeyColumn:
     """A categorical column of items, users or events.
 
     Args:
-        of: what has the column.
         ids: `[N, K]` integers, K values of each, 0 for none.
         size: all ids are below it.
         key: in the batches; of an item's column its name.

@@ -351,7 +351,6 @@ class DenseStatistics:
     """Statistics of drawn items, as the dense features of a batch.
 
     Args:
-        statistics: makes the columns.
         columns: of the dense features that it fills the name, the index, and the mean, deviation and default.
     """
 

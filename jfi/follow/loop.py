@@ -35,7 +35,6 @@ class LogPlace(msgspec.Struct):
 
     Args:
         part: name of the last part that was trained on.
-        sha256: of its content.
         parts: number of parts that were trained on.
         rows: number of their rows that count.
         newest: time of the newest row, in seconds.

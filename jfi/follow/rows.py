@@ -193,7 +193,6 @@ class PartRows:
         Args:
             was_event: `[K]` bool, the rows of the part that were counted as events, without a label.
             raw: the columns of the part and of the events of its users before it.
-            ids: of the features.
             rows: `[N]` the rows of the part, by user and time.
             of_part: `[N]` their indices in the part.
         """

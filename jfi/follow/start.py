@@ -216,7 +216,9 @@ class _Following:
         place = self._saved = trainer.place
         self._folder.mkdir(exist_ok=True)
         trained = _read_log(self._log, place)
-        self._parts.check(_part(line) for line in trained)
+        self._parts.check(
+            Part(one["part"], Path(one["part"]), one["size"], one["modified"], one["sha256"]) for one in trained
+        )
         count, self._since = len(trained), self._clock()
         try:
             with ExitStack() as stack:
@@ -344,10 +346,6 @@ def _read_log(path: Path, place: LogPlace | None) -> list[dict]:
     if hashlib.sha256(content).hexdigest() != place.log_sha256:
         raise ConfigError(f"{path}: the first {place.log_length} bytes are not those at the checkpoint; restore it")
     return [line for line in map(msgspec.json.decode, content.splitlines()) if "part" in line]
-
-
-def _part(line: dict) -> Part:
-    return Part(line["part"], Path(line["part"]), line["size"], line["modified"], line["sha256"])
 
 
 def _describe(line: dict) -> str:

@@ -116,7 +116,7 @@ class LogState:
 
     def commit(self) -> None:
         """Writes what the parts since the last commit have changed, which the checkpoint of the run has already."""
-        changes = self._changes.maps[1] | {_PLACE: _encoded(self.place)}
+        changes = self._changes.maps[1] | {_PLACE: msgspec.json.encode(self.place)}
         self._store.update(lambda get: changes)
         self._changes.maps[1] = {}
 
@@ -143,7 +143,7 @@ def open_state(folder: Path, config: DataConfig, schema: DataSchema) -> LogState
                     for name, what in contents(table, settings).items():
                         types[name] = what if types.get(name, what) == what else ANY
                 fill(store, requests, config, schema, None, reads_labels=True)
-                store.put([(_PLACE, _encoded(StatePlace("", newest, types)))])
+                store.put([(_PLACE, msgspec.json.encode(StatePlace("", newest, types)))])
         except StateError as error:
             raise ConfigError(f"--follow: {error}") from None
     return LogState(LmdbStore(folder), settings, schema)
@@ -191,7 +191,3 @@ def requests_of(config: DataConfig, schema: DataSchema) -> Schema:
     """Returns what a model of a run may read: all columns of events, by which statistics are counted."""
     past = statistics_settings(config, schema) if config.statistics_groups() else None
     return replace(schema_of(config, schema, True, False), statistics=past)
-
-
-def _encoded(place: StatePlace) -> bytes:
-    return msgspec.json.encode(place)

@@ -67,15 +67,10 @@ class Info(Format):
     """The contents of artifact.json.
 
     Args:
-        run: name of the model's run, or None.
         trained: versions that the run has recorded, see `jfi.utils.versions`; None if it has none.
-        versions: those at the export.
-        exported: time of the export.
         device: that the dense part was compiled for.
-        gpu: name of the GPU, or None.
         cpu: what `cpu_instructions` gave.
         padded: whether each request of a batch is padded to the longest.
-        quantization: of the tables.
         limits: the defaults of the server's limits.
         schema: of requests, without the vocabularies.
         calibration: a and b of each label, 1 and 0 of a regression; None if there are none.
@@ -191,8 +186,3 @@ def load_model(path: Path, sha256: str) -> Any:
 def sha256_of(path: Path) -> str:
     """Returns the SHA-256 of an artifact, in hexadecimal: of SHA256SUMS, which has those of all other files."""
     return file_sha256(path / SUMS)
-
-
-def identity(path: Path) -> str:
-    """12 digits that are the same for artifacts of the same files, and for no others."""
-    return sha256_of(path)[:12]

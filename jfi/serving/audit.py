@@ -44,18 +44,14 @@ class Report:
     """Holds what an audit has found.
 
     Args:
-        requests: in the log.
         left_out: those whose user or a candidate has no id, by which a row could be made.
         deleted: those of users on the log's list of deletions; they are not compared.
         other_versions: those that another model than the run's has scored; their scores are not compared.
-        unavailable: those whose state did not answer.
-        compared: those that were rebuilt.
         differing: those of which a feature or the score differs, whatever the cause.
         late: those that are equal at their position of the log.
         unexplained: those that differ for another cause than a late event, another version or a state that was down.
         scores: those whose scores were compared.
         largest: difference of two scores.
-        features: by name the differences.
     """
 
     requests: int = 0

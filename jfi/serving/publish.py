@@ -33,6 +33,7 @@ from jfi.serving.published import (
     PublishedError,
     Version,
     VersionFolder,
+    described,
     numbers,
     read_version,
 )
@@ -69,7 +70,7 @@ def _write_artifact(
     log_position: object = None,
 ) -> Version:
     def fill(path: Path) -> dict[str, Any]:
-        constants = {name: (_dtype(one), list(one.shape)) for name, one in _constants(export).items()}
+        constants = described(_constants(export))
         base = export.write(path / ARTIFACT, traced)
         return {"kind": "artifact", "base": base, "constants": constants, "program": fingerprint}
 
@@ -373,14 +374,9 @@ def _constants(export: Export) -> dict[str, Tensor]:
 def _fingerprint(export: Export, program: ExportedProgram) -> str:
     """Returns the SHA-256 of an artifact without the numbers that training changes, its run and its time."""
     codes = [one.code for one in program.graph_module.modules() if isinstance(one, torch.fx.GraphModule)]
-    constants = {name: (_dtype(one), list(one.shape)) for name, one in program.state_dict.items()}
     info = msgspec.json.encode(dataclasses.replace(export.info, exported="", run=None, trained=None))
     with temporary_folder("jfi-publish-") as folder:
         export.write_data(folder)
         data = [(one.name, sha256_of(one)) for one in folder.iterdir() if one.name != artifact.INFO]
-    parts = codes, str(program.graph_signature), sorted(constants.items()), info, sorted(data)
+    parts = codes, str(program.graph_signature), sorted(described(program.state_dict).items()), info, sorted(data)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -21,7 +21,7 @@ import hashlib
 import shutil
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -286,9 +286,8 @@ def read_change(version: Version, base: Version, info: Info, tables_device: str 
     path, device = version.path, torch.device(info.device)
     on = torch.device(tables_device or info.device)
     constants = _read_tensors(version, CONSTANTS)
-    expected = {name: (kind, tuple(shape)) for name, (kind, shape) in base.manifest.constants.items()}
-    if (found := {name: _described(one) for name, one in constants.items()}) != expected:
-        wrong = sorted({name for name, _ in found.items() ^ expected.items()})
+    expected, found = base.manifest.constants, described(constants)
+    if wrong := sorted(name for name in {**expected, **found} if expected.get(name) != found.get(name)):
         raise PublishedError(f"{path / CONSTANTS} does not fit its base: '{wrong[0]}' is missing or of another shape")
     _check_finite(path / CONSTANTS, constants)
     constants = {name: one.to(device) for name, one in constants.items()}
@@ -352,8 +351,9 @@ def _check_finite(path: Path, tensors: dict[str, Tensor]) -> None:
             raise PublishedError(f"{path}: {name} has values that are not finite")
 
 
-def _described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+    """Returns by name the dtype and the shape of tensors, as a manifest has them."""
+    return {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()}
 
 
 def _read_tensors(version: Version, name: str) -> dict[str, Tensor]:

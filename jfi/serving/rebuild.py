@@ -36,10 +36,8 @@ class Asked(NamedTuple):
     """A logged request as rows of a table.
 
     Args:
-        user: text of its user's id.
         items: texts of the candidates' ids.
         columns: values that it gives, of each candidate.
-        now: its time.
     """
 
     line: Line

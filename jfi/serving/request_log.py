@@ -43,14 +43,11 @@ class Line(msgspec.Struct):
         id: its X-Request-ID.
         written: time of the server, seconds since 1970.
         now: the time that it was scored at.
-        model: that has scored it.
         version: of the published versions, or None.
         position: rows of the log that the state had; 0 without a state.
-        available: whether the state has answered.
         oldest: seconds since 1970, up to which events had expired; None if all are kept.
         scores: of the candidates, of several labels by name.
         features: digests of what the model has read.
-        request: the body.
     """
 
     id: str

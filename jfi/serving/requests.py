@@ -26,8 +26,8 @@ from jfi.serving.validation import (
     TableColumns,
     Values,
     fields_of,
+    flat_values,
     ids_of,
-    lists,
     object_type,
     read_id,
     shown,
@@ -65,7 +65,6 @@ class Request:
         stored: what is read from the state when the request is scored, in place of what it does not have; or None.
         now: time of the request in seconds.
         version: of the model that has scored it, see `jfi.serving.published`; None of an artifact alone.
-        model: that has scored it.
         filled: the request with what was read from the state, as the model has read it; None where nothing was.
     """
 
@@ -355,13 +354,20 @@ class RequestReader:
                 encoded.ids[one.keys[0]] = ids_of(one, self.known[one.name], values)
             elif one.kind == "sid":
                 encoded.ids[one.keys[0]] = sids(one.name, one.layout, values, place)
-            elif one.kind == "categories":
-                encoded.ids[one.keys[0]], encoded.counts[one.keys[0]] = lists(one, self.known[one.name], values)
-            elif one.kind == "slots":
-                of_slots = _first_values(*lists(one, self.known[one.name], values), len(one.keys))
-                encoded.ids |= {key: of_slots[:, slot] for slot, key in enumerate(one.keys)}
+            elif one.kind in ("categories", "slots"):
+                flat, counts = flat_values(values)
+                ids = ids_of(one, self.known[one.name], flat)
+                if one.kind == "categories":
+                    encoded.ids[one.keys[0]], encoded.counts[one.keys[0]] = ids, counts
+                else:
+                    encoded.ids |= zip(one.keys, _first_values(ids, counts, len(one.keys)).T, strict=True)
+            elif one.kind == "age":
+                encoded.ages = age_buckets(_numbers(values), one.num_buckets)
+            elif one.kind == "quantile":
+                encoded.ids[one.keys[0]] = quantile_ids(_numbers(values), np.array(one.edges), one.default)
             else:
-                _add_numbers(encoded, one, _numbers(values))
+                scale = one.mean, one.deviation, one.default, one.bounds
+                encoded.numbers[one.name] = standardize(_numbers(values), *scale)
         return encoded
 
 
@@ -376,12 +382,3 @@ def _place_of_user(_: int, field: str) -> str:
 def _numbers(values: Values) -> np.ndarray:
     """`[N]` float64, NaN where missing."""
     return np.asarray(values, np.float64)
-
-
-def _add_numbers(encoded: Encoded, one: Field, values: np.ndarray) -> None:
-    if one.kind == "age":
-        encoded.ages = age_buckets(values, one.num_buckets)
-    elif one.kind == "quantile":
-        encoded.ids[one.keys[0]] = quantile_ids(values, np.array(one.edges), one.default)
-    else:
-        encoded.numbers[one.name] = standardize(values, one.mean, one.deviation, one.default, one.bounds)

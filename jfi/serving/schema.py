@@ -1,9 +1,8 @@
 """The fields of a request, as `artifact.json` holds them."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -157,7 +156,6 @@ class Inputs:
         history, users, candidates: keys of embeddings.
         buckets: keys of the buckets of the events' ages that learned biases read.
         semantic: those of the keys whose values are semantic IDs, which the dense part reads itself.
-        weights: whether it reads weights of the events.
     """
 
     history: list[str]
@@ -172,21 +170,10 @@ class Inputs:
         return [*self.history, *self.users, *self.candidates]
 
 
-def empty_request(fields: Mapping[str, Mapping[str, str]], codec: str | None = None) -> dict:
-    """Returns a request of one event and one candidate without values; `fields` are kinds by part and name."""
-    found: dict[str, Any] = {} if codec is None else {"codec": codec}
-    for part, kinds in fields.items():
-        row = {name: 0 if kind == "age" else None for name, kind in kinds.items()}
-        found[part] = row if part == "user" else [row]
-    return found
-
-
 class Served(Struct, frozen=True):
     """Says what has scored a request.
 
     Args:
-        artifact: its identity.
-        run: name of its run, or None.
         checkpoint: fingerprint of the run's parameters; None where those that scored are others.
         output: what a score is, of `jfi.serving.scorer.OUTPUTS`.
     """

@@ -18,7 +18,7 @@ from jfi.serving.artifact import ArtifactError, Info
 from jfi.serving.history_policy import RequestPolicy
 from jfi.serving.published import Change
 from jfi.serving.requests import Request, RequestReader
-from jfi.serving.schema import Answer, Inputs, Limits, Schema, Served, check_finite, empty_request
+from jfi.serving.schema import Answer, Inputs, Limits, Schema, Served, check_finite
 from jfi.serving.tables import Tables, load_tables
 from jfi.state.events import EventReader
 from jfi.state.retention import KEEP_ALL, Retention
@@ -44,7 +44,6 @@ class StateSettings:
     Args:
         cold_if_unavailable: whether a request is scored without events if the store does not answer.
         max_late, is_logged: as of UserState.
-        max_events: most events of a body.
     """
 
     store: Store
@@ -133,7 +132,7 @@ class Scorer:
         self.package = self._load_package()
         #: The constants of the package; None for those of the artifact.
         self._constants: dict[str, Tensor] | None = None
-        self.identity = artifact.identity(path)
+        self.identity = artifact.sha256_of(path)[:12]
         self.served = Served(self.identity, info.run, info.checkpoint, output)
         #: Number of the published version that scores, see `jfi.serving.published`; None of an artifact alone.
         self.version: int | None = None
@@ -148,7 +147,12 @@ class Scorer:
             shapes = shapes_of(batch_inputs([self.example()], self.inputs, self.tables, self.device))
             if self.package.get_metadata().get(artifact.SHAPES) != shapes:
                 raise ValueError(f"{artifact.MODEL} takes other inputs than {artifact.INFO} says")
-            self.score([self.reader(empty_request(self.reader.fields, schema.codec))])
+            empty = {
+                part: [{name: 0 if kind == "age" else None for name, kind in kinds.items()}]
+                for part, kinds in self.reader.fields.items()
+            }
+            codec = {} if schema.codec is None else {"codec": schema.codec}
+            self.score([self.reader(empty | {"user": empty["user"][0]} | codec)])
             for one in schema.user + schema.candidate + schema.event:
                 count = len(schema.vocabularies.get(one.name, ())) if one.encoding() is None else 0
                 if any(table.rows <= count and set(table.keys) & {*one.keys} for table in self.info.tables.values()):

@@ -330,14 +330,6 @@ def ids_of(one: Field, known: KnownValues | HashBuckets | HashedIds, values: Seq
     return ids
 
 
-def lists(
-    one: Field, known: KnownValues | HashBuckets | HashedIds, values: Sequence[list | None]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all values of a field that has lists, and `[N]` int64 numbers of them, as of `flat_values`."""
-    flat, lengths = flat_values(values)
-    return ids_of(one, known, flat), lengths
-
-
 def flat_values(values: Sequence[list | None]) -> tuple[Sequence[object], np.ndarray]:
     """All values of a field that has lists, one list after the other, and `[N]` int64 numbers of them.
 

@@ -55,7 +55,6 @@ class VersionChain:
 
     Args:
         load: loads an artifact of the folder.
-        tables_device: as of Scorer.
         at: number of the version to serve, as if there were no later ones; None for the newest.
 
     Example::

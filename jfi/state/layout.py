@@ -104,7 +104,6 @@ class StateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_history: the newest events of a history that a model may read.
         numbered: which of "item" and "user" have ids that are sorted by their numbers, as far as these are integers.
         codec: fingerprint of the codec of semantic IDs, or None.
-        statistics: of the past, which the state has, or None.
         id: of the store, whose numbers are no other's.
         items, users: the columns of items and of users, beside their ids.
     """

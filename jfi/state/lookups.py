@@ -27,7 +27,6 @@ class Lookup:
         events: how many there are before `now`, at most the newest `max_history`.
         time: of the newest of them in seconds, or None.
         unknown_items: how many of the candidates have no record in the state; None if none are read.
-        is_available: whether the store has answered.
         position: rows of the log that the state had; 0 if it was not read.
         oldest: seconds since 1970, up to which events have expired; None if all are kept.
         column_ids: by key the ids `[R, K]` of the candidates' values that statistics count by.

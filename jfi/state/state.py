@@ -52,7 +52,6 @@ class UserState:
     Args:
         reader: of requests to the model, of whose schema, vocabularies and newest events the ids are.
         max_late: seconds that an event may be older than its user's newest one.
-        retention: which rows are taken and kept.
         is_logged: whether rows that are accepted go into the outbox too, see `jfi.state.outbox`.
 
     Raises:

@@ -121,7 +121,6 @@ def open_store(
     Args:
         name: a folder of LMDB, or the URL of a Redis or Valkey server, such as `redis://localhost:6379/0?prefix=clicks`;
             a server's store may be one of several with different prefixes, "jfi" by default.
-        create: whether to make a store that is not there.
         max_gb: most GiB that a folder takes.
         timeout, write_timeout: as of RedisStore.
 

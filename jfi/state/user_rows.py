@@ -103,7 +103,6 @@ class Chosen:
         replaced: `[K]` int64, the indices of the rows among the old ones that they take the place of, or -1.
         was_event: `[K]` bool, those that were there as events of histories, without the label that they have now.
         late: `[L]` int64, the indices of those that are too late.
-        repeated: how many are there already.
         over_quota: how many are left out, since their users have had all rows of the day.
         stays: `[O]` bool, the old rows of all users, events before others, that no row takes the place of.
     """
