@@ -177,7 +177,7 @@ def test_events_of_the_state_are_those_of_the_request(new_state):
 )
 def test_a_policy_keeps_the_events_that_it_keeps_of_a_request(policy, surfaces, session, new_state):
     plain = policy_reader(policy(), replace(ALL, session=session and "session"), num_buckets=7)
-    plain = RequestReader(replace(plain.schema, user_id="user", item_id="item"), plain.limits, plain._policy)
+    plain = RequestReader(replace(plain.schema, user_id="user", item_id="item"), plain.limits, plain.policy)
     events, state, read = events_of(plain), new_state(plain, max_late=math.inf), with_state(plain)
     draw, weights, removed = random.Random(str(session)), 0, 0
     for number in range(25):
@@ -199,7 +199,7 @@ def test_a_policy_keeps_the_events_that_it_keeps_of_a_request(policy, surfaces, 
         assert_same(replace(found, stored=None), wanted, rows)
         removed += min(30, len(rows)) - found.num_events
         weights += found.weights is not None
-    assert (removed > 20) == (not plain._policy.policy.keeps_all)
+    assert (removed > 20) == (not plain.policy.policy.keeps_all)
     assert weights or "b" not in surfaces
 
 
