@@ -22,7 +22,7 @@ BUDGET = {
     "modules": 2531,
     "ops": 2119,
     "semantic_ids": 1719,
-    "serving": 6145,
+    "serving": 6135,
     "state": 3696,
     "table1": 1135,
     "tables": 3175,

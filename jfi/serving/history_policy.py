@@ -57,14 +57,9 @@ class RequestPolicy:
             surface = np.full(count, self._surfaces.get(_ONLY, -1))
         else:
             surface = np.fromiter(map(self._surfaces.get, surface, repeat(-1)), np.int64, count)
-        return self.choose(ages, seconds, surface, None if session is None else _codes(session))
-
-    def choose(
-        self, ages: np.ndarray, dwell: np.ndarray, surface: np.ndarray, session: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The same for `[S]` seconds of dwell, indices of the policy's surfaces, and numbers of sessions."""
-        cells = self.policy.cells(surface, dwell)
-        segment = self._segment(ages, dwell, surface, session) if self._has_segments else 0
+        session = None if session is None else _codes(session)
+        cells = self.policy.cells(surface, seconds)
+        segment = self._segment(ages, seconds, surface, session) if self._has_segments else 0
         found = select_events(self.policy.tables, cells, np.array([segment]), np.array([len(cells)]))
         return found.rows, found.weights
 

@@ -164,7 +164,7 @@ def save_tables(
     """Writes float32 tables from any device, as they are or quantized, and `ids` of those that grow."""
     state = {name: weight.detach().cpu().float() for name, weight in weights.items()}
     state = state if kind == FLOAT else _quantize(state, tables)
-    state |= {ids_name(table): own.cpu() for table, own in (ids or {}).items()}
+    state |= {f"{table}.ids": own.cpu() for table, own in (ids or {}).items()}
     write_tensors(path, state)
 
 
@@ -192,7 +192,7 @@ def load_tables(path: Path, kind: str, tables: Mapping[str, Table], device: torc
     try:
         with safe_open(path, "pt") as file:  # maps the file, which may change later: hence copies
             state = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}  # noqa: SIM118
-        growing = {name: ids_name(name) for name, one in tables.items() if one.grows}
+        growing = {name: f"{name}.ids" for name, one in tables.items() if one.grows}
         _check_tensors(state, {of: (torch.int64, (tables[name].rows,)) for name, of in growing.items()})
         ids = {name: state[of] for name, of in growing.items()}
         if any(own[0] != UNKNOWN for own in ids.values()):
@@ -208,11 +208,6 @@ def load_tables(path: Path, kind: str, tables: Mapping[str, Table], device: torc
             f"{path.parent} has int8 tables, which need TorchRec, but {error.name} is missing; "
             "export with --tables float32"
         ) from error
-
-
-def ids_name(table: str) -> str:
-    """The name of the raw ids of a table's rows among the tensors of a file."""
-    return f"{table}.ids"
 
 
 def _check_tensors(state: dict[str, Tensor], wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:

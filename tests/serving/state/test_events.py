@@ -308,7 +308,7 @@ def test_the_schema_of_events_accepts_what_the_reader_accepts(form, policy):
     if policy:
         plain = policy_reader(removing(SHORT), ALL)
         one = {"item": 3, "kind": "k", "surface": "feed", "dwell": 1.5, "session": "s"}
-    read = records_of(plain, max_events=3)
+    read = events_of(plain, max_events=3)
     valid, outcomes = validator(read), set()
     whole = [{"user": "u", "time": NOW, "event_id": "e"} | one]
     if form == "columns":
