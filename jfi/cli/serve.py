@@ -109,6 +109,7 @@ def serve(options: argparse.Namespace, store: Store | None) -> None:
         follower = VersionFollower(options.follow, load, options.tables_device, options.at)
     log = None
     if options.log_requests is not None:
+        options.log_requests.mkdir(parents=True, exist_ok=True)  # whose faults name it
         log = partial(RequestLog, options.log_requests, options.share or 0.01, options.log_requests_mb << 20)
     app = make_app(
         load(options.artifact) if follower is None else follower.start(),

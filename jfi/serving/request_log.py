@@ -252,5 +252,6 @@ def remove_user(folder: Path, user: str, user_id: str | None) -> int:
         if len(kept) < len(whole):
             removed += len(whole) - len(kept)
             with writing_file(file) as unfinished:
+                unfinished.touch(0o600)
                 unfinished.write_bytes(b"".join(kept))
     return removed

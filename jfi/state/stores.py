@@ -155,7 +155,8 @@ class LmdbStore(Store):
         try:
             self._environment = lmdb.open(str(path), map_size=max_bytes, create=create, readahead=False)
         except lmdb.Error as error:
-            raise StateError(f"{path} cannot be opened: {error}") from None
+            why = error if os.access(path, os.W_OK) else "it must be writable, also to be read"
+            raise StateError(f"{path} cannot be opened: {why}") from None
         self._path = path
         #: By name the file whose lock is held.
         self._held: dict[str, int] = {}

@@ -301,5 +301,8 @@ def test_what_cannot_be_served_is_refused_by_one_line(exported, tmp_path, monkey
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, text = say("--artifact", exported.path, "--port", taken.getsockname()[1])
     assert code == 2 and text.startswith("error: 127.0.0.1:") and text.count("\n") == 1
+    requests = tmp_path / "artifact/SHA256SUMS/requests"
+    code, text = say("--artifact", exported.path, "--log-requests", requests)
+    assert (code, text) == (3, f"error: {requests}: Not a directory\n")
     code, text = say("--artifact", exported.path, "--port", 99999)
     assert code == 2 and text.startswith("error: 127.0.0.1:99999:") and text.count("\n") == 1

@@ -87,6 +87,7 @@ def test_old_files_are_removed_and_a_part_of_a_line_is_skipped(scorer, request_b
         file.truncate(files[-1].stat().st_size - 7)
     assert [line.id for line in read_lines(folder)] == kept[:-1]
     removed = remove_user(folder, "1", "user")
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}  # also of files written anew
     left = [line.id for line in read_lines(folder)]
     assert left == [name for name in kept[:-1] if int(name[1:]) % 3 != 1] and removed == len(kept) - 1 - len(left)
     files[-1].write_text("{}\n")
