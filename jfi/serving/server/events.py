@@ -175,8 +175,8 @@ def state_routes(
         name, body = _name(of, request), await bodies.receive(request)
         with admission:
             until = asyncio.get_running_loop().time() + deadline
-            layout = live().now.scorer.state.tables[of]
-            columns = await live().read(partial(read_columns, layout), body, until)
+            scorer = live().now.scorer
+            columns = await live().read(partial(read_columns, scorer.state.tables[of], scorer.events), body, until)
         await writer().change(lambda state: state.put(of, name, columns))
         return json_response({"stored": True})
 

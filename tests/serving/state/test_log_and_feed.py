@@ -8,7 +8,7 @@ import multiprocessing
 import random
 from contextlib import closing
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -308,6 +308,19 @@ def test_a_column_of_another_type_begins_another_part(logged, log):
     assert [str(one.field("rating").type) for one in types] == ["int64", "string", "int64"]
     assert [str(one.field("timestamp").type) for one in types] == ["double", "double", "timestamp[us, tz=UTC]"]
     assert {str(one.field(name).type) for one in types for name in ("user_id", "item_id", "brand")} == {"string"}
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_integers_that_no_float_has_hold_up_no_part(logged, log):
+    """In bodies of their own, so that a part may join them with fractions; one has more than 64 bits."""
+    replay, folder, writer_of = logged
+    rows = replay.body(log[:30])
+    for begin, label in ((0, 2**60 + 1), (10, 0.5), (20, 10**30)):
+        sent(replay, [row | {"rating": label} for row in rows[begin : begin + 10]])
+    writer_of().flush()
+    assert rows_of(folder) == list(range(30))
+    found = [pq.read_table(path)["rating"].to_pylist() for path in sorted(folder.iterdir())]
+    assert list(chain(*found)) == [str(2**60 + 1)] * 10 + [0.5] * 10 + [str(10**30)] * 10
 
 
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
