@@ -181,6 +181,8 @@ def test_the_training_code_reads_what_was_logged(learnt, by_id, tmp_path):
         rows = [*draw.sample(items, draw.randrange(1, 4)), {"item_id": "new"} | dict.fromkeys(ITEM)]
         user = draw.choice([*users, {"user_id": "nobody"} | dict.fromkeys(USER)])
         whole = number % 2 == 0
+        if number % 4 == 0:
+            rows[0] = rows[0] | {"price": 2**60 + 1}
         body = carrying(user, rows) if whole else carrying(user["user_id"], [row["item_id"] for row in rows])
         body |= {
             "time": draw.choice([0.0, 40.0, 41.5, 199.0, 1e4]),
