@@ -50,11 +50,13 @@ class Cursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         part: name of the part, "" before the first one.
         at: place of the last row that was added, see `jfi.follow.feed.transactions`; None once all are.
         deletions: how many lines of the folder's list of deleted users have been applied.
+        parts: how many parts the folder had up to this one.
     """
 
     part: str
     at: float | None = None
     deletions: int = 0
+    parts: int = 0
 
 
 def entry(

@@ -439,6 +439,11 @@ def test_a_part_without_a_column_or_with_an_earlier_name_is_named(feeding, log):
     write_part(folder, "a", log[5:9])
     with pytest.raises(DataError, match=r"a\.parquet: its name sorts before b\.parquet"):
         feed.step(replay.state, replay.events)
+    restarted = Feed(folder)
+    with pytest.raises(DataError, match=r"has 2 parts up to b\.parquet, of which 1 were there when that was added"):
+        restarted.step(replay.state, replay.events)
+    (folder / "a.parquet").rename(folder / "c.parquet")
+    assert restarted.step(replay.state, replay.events) and replay.state.position == 9
 
 
 def test_columns_that_rows_do_not_carry_are_those_of_the_state(by_id, tmp_path):
