@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1] / "jfi"
 BUDGET = {
     "": 335,
     "baselines": 350,
-    "cli": 1632,
+    "cli": 1633,
     "cpu": 922,
     "cuda_graphs": 787,
     "data": 8516,
@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1719,
     "serving": 6331,
-    "state": 3954,
+    "state": 3961,
     "table1": 1135,
     "tables": 3175,
     "training": 6956,
