@@ -154,8 +154,9 @@ def main(options: argparse.Namespace) -> None:
     # At the default of 700 objects the lists of a body so far are visited ever again: 2 MB of `[],` take 2 s, not 0.2.
     gc.set_threshold(100_000)
     store = open_state(options)
-    if store is None and (options.log or options.feed):
-        raise InputError("--log and --feed need a state: name it by --state")
+    needs = [name for name in ("log", "feed", "keep_days", "user_quota") if getattr(options, name) is not None]
+    if store is None and needs:
+        raise InputError(f"--{needs[0].replace('_', '-')} needs a state: name it by --state")
     try:
         serve(options, store)
     finally:

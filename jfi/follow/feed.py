@@ -83,7 +83,7 @@ class Feed:
         with finding_damage("what it was fed last"):
             cursor = Cursor("") if found is None else msgspec.json.decode(found, type=Cursor)
         if self._is_first:
-            self._parts.skip_to(cursor.part)
+            self._parts.skip_to(cursor.part, cursor.parts)
             self._is_first = False
         deletions = read_deletions(self._parts.folder)
         if len(deletions) > cursor.deletions:
@@ -108,7 +108,8 @@ class Feed:
         """Removes from the state users who were deleted from the log since the last time."""
         new = {bytes.fromhex(one.user) for one in deletions[cursor.deletions :]}
         keys = keys_of_users(state.store.pages, new, state.counters)
-        changes = dict.fromkeys(keys) | {CURSOR: msgspec.json.encode(Cursor(cursor.part, cursor.at, len(deletions)))}
+        after = msgspec.structs.replace(cursor, deletions=len(deletions))
+        changes = dict.fromkeys(keys) | {CURSOR: msgspec.json.encode(after)}
         state.store.update(lambda get: changes if get([CURSOR]) == [found] else {})
 
     def _add(
@@ -122,12 +123,13 @@ class Feed:
     ) -> bool:
         """Adds the rows of a part after the cursor, in transactions of bounded size, each with the place of its end."""
         steps: list[Sequence[LogRows]] = []
+        count = self._parts.count(name) if cursor.at is None else cursor.parts
         parts = list(transactions(self._parts.folder / name, events, -np.inf if cursor.at is None else cursor.at))
         for number, (at, bodies) in enumerate([*parts, (None, [])]):
             is_last = number == len(parts)
             steps += [bodies] if bodies else []
             if is_last or sum(map(len, chain.from_iterable(steps))) >= _AT_ONCE:
-                after = msgspec.json.encode(Cursor(name, at, cursor.deletions))
+                after = msgspec.json.encode(Cursor(name, at, cursor.deletions, count))
                 added = state.feed(steps, (found, after))
                 if added is None:
                     return True  # another server has added them

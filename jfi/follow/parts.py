@@ -118,9 +118,22 @@ class PartFolder:
             raise RefusedPart(self.folder / found, f"{self.folder / found}: its name {what}")
         return found
 
-    def skip_to(self, last: str) -> None:
-        """Takes the parts up to one as trained on, without a look at them."""
-        self._trained |= {name for name in self._names() if name <= last}
+    def skip_to(self, last: str, count: int) -> None:
+        """Takes the parts up to one as trained on, without a look at them; a DataError says that there are more.
+
+        Args:
+            last: name of the last one.
+            count: how many there were, see `count`; 0 if that is not known.
+        """
+        found = {name for name in self._names() if name <= last}
+        if 0 < count < len(found):
+            what = f"{len(found)} parts up to {last}, of which {count} were there when that was added"
+            raise DataError(f"{self.folder}: has {what}; give later parts later names")
+        self._trained |= found
+
+    def count(self, name: str) -> int:
+        """Returns how many parts there are up to one."""
+        return len(self._trained | {name})
 
     def part(self, name: str) -> Part:
         """See Parts."""

@@ -201,8 +201,7 @@ class Rebuilder:
             return batch
         dense, sparse, known = batch.dense_features.clone(), batch.sparse_features, schema.encodings
         for name in given.keys() & numbers:
-            column = pa.array(given[name][1], pa.float64()).to_numpy(zero_copy_only=False)
-            own = torch.from_numpy(standardize(column, *known.scale(name)))
+            own = torch.from_numpy(standardize(np.array(given[name][1], np.float64), *known.scale(name)))
             dense[given[name][0], schema.dense_names.index(name)] = own
         keys = sparse.to_dict()
         for spec in schema.features:
@@ -330,7 +329,7 @@ def _batches(asked: Iterable[Asked], size: int) -> Iterator[list[Asked]]:
 def _plain(value: Any, kind: pa.DataType) -> object:
     """Returns a value of a request as a table of that kind has it."""
     if pa.types.is_floating(kind) or value is None:
-        return value
+        return None if value is None else float(value)  # Arrow takes no integer that float64 rounds
     return [text for one in value if (text := text_of(one)) is not None] if pa.types.is_list(kind) else text_of(value)
 
 

@@ -247,7 +247,8 @@ def remove_user(folder: Path, user: str, user_id: str | None) -> int:
     """
     removed, decode = 0, msgspec.json.Decoder(Line).decode
     for file in _files(folder):
-        whole = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        with open(file, "rb") as lines:  # not splitlines: a body may have carriage returns between its values
+            whole = [line for line in lines if line.endswith(b"\n")]
         kept = [line for line in whole if user_of(msgspec.json.decode(decode(line).request), user_id) != user]
         if len(kept) < len(whole):
             removed += len(whole) - len(kept)

@@ -17,7 +17,7 @@ import numpy as np
 from jfi.serving.schema import Field
 from jfi.serving.validation import LONGEST_ID, BadRequestError, BodyType, fields_of, object_type
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.events import COLUMN_TYPES, values_of
+from jfi.state.events import COLUMN_TYPES, EventReader
 from jfi.state.layout import DTYPES, TIME, Column, EventLayout, StateInfo
 from jfi.state.lookups import Encoded
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
@@ -204,8 +204,8 @@ def write_columns(
     cache.keep(new)
 
 
-def read_columns(layout: ColumnLayout, body: bytes) -> dict[str, Values]:
-    """Parses the columns of one item or user, an object; returns their values `[1]`.
+def read_columns(layout: ColumnLayout, events: EventReader, body: bytes) -> dict[str, Values]:
+    """Parses the columns of one item or user, an object; returns their values `[1]` as `events` reads those of rows.
 
     Raises:
         BadRequestError: not JSON, or a fault, with its place.
@@ -213,7 +213,7 @@ def read_columns(layout: ColumnLayout, body: bytes) -> dict[str, Values]:
     if not layout.columns:
         raise BadRequestError(f"this state has no columns of {layout.of}s")
     given = fields_of(layout.body_type.read(body))
-    return {name: values_of(layout.columns[name], [value], lambda _, name: name) for name, value in given.items()}
+    return {name: events.values(layout.columns[name], [value], lambda _, name: name) for name, value in given.items()}
 
 
 def log_columns(

@@ -136,7 +136,7 @@ class EventReader:
         times, seconds = self._times(given[log.time], place)
         for name, column in self.columns.items():
             if name in given:
-                columns[name] = self._values(column, given[name], place)
+                columns[name] = self.values(column, given[name], place)
         if None in columns[log.item] or self.layout.info.items:  # an item with columns is a key of the state
             names_of(given[log.item], lambda row, _: place(row, log.item), "an item", self._missing)
         if self._meaning is None:
@@ -144,8 +144,8 @@ class EventReader:
         rows = self.encode(columns | {log.time: times}, seconds, self._meaning(given, len(seconds), place), place)
         return replace(rows, raw={name: given[name] for name in self.raw if name in given})
 
-    def _values(self, column: Column, values: Values, place: Place) -> Given:
-        """The values of a column as training reads them; what a rule or a label reads stays as it is."""
+    def values(self, column: Column, values: Values, place: Place) -> Given:
+        """Returns the values of a column as training reads them; what a rule or a label reads stays as it is."""
         log = self._log
         if column.kind == "any":
             return values

@@ -26,6 +26,7 @@ from jfi.state.layout import CURSOR, POSITION, EventLayout, integer
 from jfi.state.model_ids import Texts
 from jfi.state.stores import Changes, Get, StateError, Store, finding_damage
 from jfi.state.user_rows import Given, LogRows
+from jfi.utils.encoding import text_of
 from jfi.utils.files import try_lock, write_file, writing_file
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ class Cursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         part: name of the part, "" before the first one.
         at: place of the last row that was added, see `jfi.follow.feed.transactions`; None once all are.
         deletions: how many lines of the folder's list of deleted users have been applied.
+        parts: how many parts the folder had up to this one.
     """
 
     part: str
     at: float | None = None
     deletions: int = 0
+    parts: int = 0
 
 
 def entry(
@@ -98,7 +101,9 @@ def _plain(values: Given, kept: np.ndarray) -> list:
         return [flat[begin:end] for begin, end in zip(begins, ends[kept].tolist(), strict=True)]
     if isinstance(values, np.ndarray):
         return (values.astype(np.int64) if values.dtype.kind == "M" else values)[kept].tolist()
-    return [values[row] for row in kept] if len(kept) < len(values) else list(values)
+    own = [values[row] for row in kept] if len(kept) < len(values) else values
+    # Integers that no float64 has are texts: a part may join them with fractions, and the outbox has 64 bits of them.
+    return [text_of(one) if type(one) is int and abs(one) > 2**53 else one for one in own]
 
 
 class PartWriter:

@@ -1,7 +1,7 @@
 """Reads tables with rows of a log, such as its parts, into rows of a state: for training and for servers alike."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -51,7 +51,7 @@ class TableReader:
         ids = {log.user: self._ids(table, log.user, is_key=True)}
         ids[log.item] = self._ids(table, log.item, is_key=bool(self._events.layout.info.items))
         seconds = read_times(table, log, self._events.clock)
-        self._check_lists(table)
+        check_lists(table, self._columns, log.separators)
         columns = {one.name: self._values(table, one) for one in self._encoded if one.name in table.known} | ids
         place = lambda row, name: f"{table.location(row)}: '{name}'"  # noqa: E731
         rows = self._events.encode(columns, seconds, self._meaning.of_table(table), place)
@@ -64,18 +64,6 @@ class TableReader:
             what = f"'{name}' has {longest} bytes, and an id of a state has at most {LONGEST_ID}"
             raise table.fault(pc.index(sizes, longest).as_py(), what)
         return ids.to_pylist()
-
-    def _check_lists(self, table: SourceRows) -> None:
-        """Checks that columns hold lists where the log has lists, and else not."""
-        for one in self._columns:
-            if one.kind not in ("text", "texts") or one.name not in table.known:
-                continue
-            values = table.column(one.name)
-            holds = is_list(values.type) or one.name in self._events.layout.log.separators
-            if holds != (one.kind == "texts") and values.null_count < len(values):
-                kinds = ("one value a row", "lists of values")
-                what = f"has {kinds[holds]}, but in training it had {kinds[not holds]}"
-                raise DataError(f"{table.name}: column '{one.name}' {what}")
 
     def _values(self, table: SourceRows, column: Column) -> Given:
         """The values of a column as rows that are sent have them."""
@@ -91,6 +79,23 @@ class TableReader:
         flat, owner = pc.list_flatten(values), pc.list_parent_indices(values).to_numpy()
         owner = owner[flat.is_valid().to_numpy(zero_copy_only=False)]
         return flat.drop_null().to_pylist(), np.bincount(owner, minlength=len(values))
+
+
+def check_lists(table: SourceRows, columns: Iterable[Column], separators: Collection[str]) -> None:
+    """Checks that the columns of a table hold lists where training has read lists, and else not.
+
+    Raises:
+        DataError: one does not.
+    """
+    for one in columns:
+        if one.kind not in ("text", "texts") or one.name not in table.known:
+            continue
+        values = table.column(one.name)
+        holds = is_list(values.type) or one.name in separators
+        if holds != (one.kind == "texts") and values.null_count < len(values):
+            kinds = ("one value a row", "lists of values")
+            what = f"has {kinds[holds]}, but in training it had {kinds[not holds]}"
+            raise DataError(f"{table.name}: column '{one.name}' {what}")
 
 
 def read_times(table: SourceRows, log: Log, clock: Callable[[], float] = time.time) -> np.ndarray:

@@ -19,6 +19,7 @@ from jfi.state.columns import KNOWN, ColumnLayout, Entity, Values, layouts_of, w
 from jfi.state.dictionaries import Cache
 from jfi.state.layout import StateInfo
 from jfi.state.stores import Store
+from jfi.state.table_rows import check_lists
 from jfi.utils.jagged import blocks
 
 #: Ids that are written together.
@@ -48,6 +49,7 @@ def write_tables(
         paths, key = tables[one]
         if one in of and layout.columns and paths is not None:
             table = read_table(paths, config.columns(), config, f"data.{one}s")
+            check_lists(table, layout.columns.values(), config.separators())
             categories = partial(_categories, table, config.separators())
             sids = read_semantic_ids(config, schema) if one == "item" else None
             ids = table.unique_ids(key, DROP)

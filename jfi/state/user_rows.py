@@ -1,10 +1,11 @@
 """The newest rows of users as rows of a log change them: one identity, one rule of late and future rows, one order.
 
 Servers and training that follows a log use the same code. A row is known again by its id, see `ids_of`. Of rows of a
-user with one id the first one with a label counts, or without labels the first one; a row that was there without a
-label is replaced by one with it. Of a user with as many rows as are kept, a row that is as old as the oldest of these
-counts as repeated, since nobody knows whether it was there. So does an older one. A row that is much older than its
-user's newest one is late, and does not count, unless it brings the label of a row that is there.
+user with one id the first one with a label counts, or without labels the first one; of rows that come together the one
+of the earliest time is the first. A row that was there without a label is replaced by one with it. Of a user with as
+many rows as are kept, a row that is as old as the oldest of these counts as repeated, since nobody knows whether it was
+there. So does an older one. A row that is much older than its user's newest one is late, and does not count, unless it
+brings the label of a row that is there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,7 +232,8 @@ class UserRows:
             return np.zeros(1, bool), np.full(1, -1)
         labeled = np.concatenate([old[0][LABELED], old[1][LABELED]])[near]
         count, users, ids = len(near), np.append(old_user[near], user), np.append(old_ids[near], new_ids)
-        order = np.lexsort((np.append(labeled, new[LABELED]) == 0, ids, users))  # stable: an old row before a new one
+        times = np.append(np.full(count, -np.inf), new[TIME])
+        order = np.lexsort((times, np.append(labeled, new[LABELED]) == 0, ids, users))
         again = np.zeros(len(order), bool)
         again[order[1:]] = (users[order[1:]] == users[order[:-1]]) & (ids[order[1:]] == ids[order[:-1]])
         group, is_old = np.cumsum(~again[order]) - 1, order < count

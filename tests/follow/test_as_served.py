@@ -53,6 +53,8 @@ def stream(rows: list[dict], draw: np.random.Generator) -> list[list[dict]]:
             sent.append((number, row | {"rating": None}))
         else:
             sent.append((number, row))
+        if 0.7 < kind < 0.8:  # again with the id of the event, at another time
+            sent.append((number, row | {"timestamp": row["timestamp"] + 100.0 * int(draw.integers(-2, 3))}))
         if kind > 0.8:
             later.append((number + int(draw.integers(0, 90)), row | {"rating": 1, "device": "again"}))
     order = [row for _, row in sorted([*sent, *later], key=lambda pair: pair[0])]

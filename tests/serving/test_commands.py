@@ -183,6 +183,13 @@ def said(name: str, capsys, *arguments: object) -> tuple[int, str]:
     return commands.call(name, *arguments), capsys.readouterr().err
 
 
+def test_options_of_a_state_are_not_ignored_without_one(tmp_path, capsys):
+    options = [("--log", tmp_path), ("--feed", tmp_path), ("--keep-days", 3), ("--user-quota", 5)]
+    for option, value in options:
+        found = said("serve", capsys, "--artifact", tmp_path / "artifact", "--state", "none", option, value)
+        assert found == (2, f"error: {option} needs a state: name it by --state\n")
+
+
 @pytest.mark.slow
 def test_what_cannot_be_exported_is_refused_by_one_line(exported, tmp_path, monkeypatch, capsys):
     say = partial(said, "export", capsys)

@@ -167,8 +167,9 @@ def state_routes(admission: Admission, bodies: Bodies, deadline: float, feed: Pa
         name, body = _name(of, request), await bodies.receive(request)
         with admission:
             until = asyncio.get_running_loop().time() + deadline
-            layout = request.app[LIVE].now.scorer.state.tables[of]
-            columns = await request.app[LIVE].read(partial(read_columns, layout), body, until)
+            live = request.app[LIVE]
+            scorer = live.now.scorer
+            columns = await live.read(partial(read_columns, scorer.state.tables[of], scorer.events), body, until)
         await request.app[WRITER].change(lambda state: state.put(of, name, columns))
         return json_response({"stored": True})
 

@@ -4,14 +4,18 @@ import json
 import random
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 
 from jfi.serving.validation import BadRequestError
 from jfi.state.columns import ColumnLayout, read_columns, write_columns
 from jfi.state.dictionaries import Cache, Dictionaries
-from jfi.state.layout import Column
+from jfi.state.events import EventReader
+from jfi.state.layout import Column, layout_of
 from jfi.state.stores import StateError
+
+from .adding import LOG, READ, SCHEMA
 
 SID = {"num_digits": 25, "codebook_size": 0}
 COLUMNS = [
@@ -59,7 +63,7 @@ def test_what_is_written_is_read(new_store, of):
     for number in range(60):
         (row,) = rows(draw, 1)
         name = f"ü{draw.randrange(40)}"
-        read = read_columns(layout, json.dumps(row).encode())
+        read = read_columns(layout, READ, json.dumps(row).encode())
         write_columns(store, layout, [name], read, cache if number % 2 else Cache())
         known[name] = MISSING | row
     ids = [f"ü{number}" for number in range(45)] * 2
@@ -105,7 +109,16 @@ def test_damaged_records_are_refused_by_name():
 )
 def test_faults_of_columns_are_named(body, why):
     with pytest.raises(BadRequestError) as fault:
-        read_columns(ColumnLayout("item", COLUMNS), json.dumps(body).encode())
+        read_columns(ColumnLayout("item", COLUMNS), READ, json.dumps(body).encode())
     assert str(fault.value).startswith(why)
     with pytest.raises(BadRequestError, match="this state has no columns of users"):
-        read_columns(ColumnLayout("user", []), b"{}")
+        read_columns(ColumnLayout("user", []), READ, b"{}")
+
+
+def test_values_that_mean_a_missing_one_are_missing_as_in_a_table():
+    log = msgspec.structs.replace(LOG, missing_values=["NULL", "-1"])
+    body = {"brand": "NULL", "tags": ["a", "NULL", "b"], "price": -1}
+    events = EventReader(layout_of(SCHEMA, 10, log))
+    found = read_columns(ColumnLayout("item", COLUMNS), events, json.dumps(body).encode())
+    assert found["brand"] == [None] and np.isnan(found["price"]).all()
+    assert (found["tags"][0], found["tags"][1].tolist()) == (["a", "b"], [2])

@@ -8,7 +8,7 @@ import multiprocessing
 import random
 from contextlib import closing
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -312,6 +312,19 @@ def test_a_column_of_another_type_begins_another_part(logged, log):
 
 
 @pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+def test_integers_that_no_float_has_hold_up_no_part(logged, log):
+    """In bodies of their own, so that a part may join them with fractions; one has more than 64 bits."""
+    replay, folder, writer_of = logged
+    rows = replay.body(log[:30])
+    for begin, label in ((0, 2**60 + 1), (10, 0.5), (20, 10**30)):
+        sent(replay, [row | {"rating": label} for row in rows[begin : begin + 10]])
+    writer_of().flush()
+    assert rows_of(folder) == list(range(30))
+    found = [pq.read_table(path)["rating"].to_pylist() for path in sorted(folder.iterdir())]
+    assert list(chain(*found)) == [str(2**60 + 1)] * 10 + [0.5] * 10 + [str(10**30)] * 10
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
 def test_rows_that_were_accepted_without_a_log_are_named(logged, log, caplog):
     replay, folder, writer_of = logged
     sent(replay, log[:40])
@@ -427,6 +440,11 @@ def test_a_part_without_a_column_or_with_an_earlier_name_is_named(feeding, log):
     write_part(folder, "a", log[5:9])
     with pytest.raises(DataError, match=r"a\.parquet: its name sorts before b\.parquet"):
         feed.step(replay.state, replay.events)
+    restarted = Feed(folder)
+    with pytest.raises(DataError, match=r"has 2 parts up to b\.parquet, of which 1 were there when that was added"):
+        restarted.step(replay.state, replay.events)
+    (folder / "a.parquet").rename(folder / "c.parquet")
+    assert restarted.step(replay.state, replay.events) and replay.state.position == 9
 
 
 def test_columns_that_rows_do_not_carry_are_those_of_the_state(by_id, tmp_path):

@@ -122,7 +122,7 @@ def test_lines_of_a_user_that_are_taken_and_not_yet_written_are_removed(scorer, 
     log, read = RequestLog(tmp_path, 1.0, 1 << 20, lambda *_: None), scorer.reader(request_body)
     scorer.score([read])
     for number in range(200):
-        log.add(f"r{number}", b'{"user": "u%d"}' % (number % 2), [1.0], read, scorer.reader)
+        log.add(f"r{number}", b'{"user":\r\n"u%d"}' % (number % 2), [1.0], read, scorer.reader)
     assert is_writing.wait(60)
     removing = threading.Thread(target=log.remove_user, args=("u1", "user"))
     removing.start()

@@ -1,6 +1,7 @@
 """A request by ids is read as one that carries the columns of the run's tables."""
 
 import contextlib
+import dataclasses
 import json
 import random
 
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from jfi.data import DataConfig, FeatureConfig, load_dataset
+from jfi.data import DataConfig, DataError, FeatureConfig, load_dataset
 from jfi.data.io.blocks import find_table
 from jfi.serving.audit import Audit
 from jfi.serving.dataset_schema import schema_of
@@ -25,6 +26,7 @@ from jfi.state.events import EventReader
 from jfi.state.load import fill
 from jfi.state.state import UserState, read_layout
 from jfi.state.stores import StateError, open_store
+from jfi.state.tables import write_tables
 
 from ..test_server import serve
 from .conftest import NOW, added, answer
@@ -181,6 +183,8 @@ def test_the_training_code_reads_what_was_logged(learnt, by_id, tmp_path):
         rows = [*draw.sample(items, draw.randrange(1, 4)), {"item_id": "new"} | dict.fromkeys(ITEM)]
         user = draw.choice([*users, {"user_id": "nobody"} | dict.fromkeys(USER)])
         whole = number % 2 == 0
+        if number % 4 == 0:
+            rows[0] = rows[0] | {"price": 2**60 + 1}
         body = carrying(user, rows) if whole else carrying(user["user_id"], [row["item_id"] for row in rows])
         body |= {
             "time": draw.choice([0.0, 40.0, 41.5, 199.0, 1e4]),
@@ -272,3 +276,22 @@ def test_a_server_knows_what_was_loaded_and_put(exported, tmp_path, rows_of_tiny
         commands.run(*options, "--users", tmp_path / "more.parquet")
     with pytest.raises(StateError, match="--interactions: a state that is there gets events by POST /events"):
         commands.run(*options, "--items", tmp_path / "more.parquet", "--interactions", "none")
+
+
+@pytest.mark.parametrize("new_store", ["lmdb"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ([{"brand": ["a", "b"]}, {"brand": []}], "'brand' has lists of values, but in training it had one value a row"),
+        ([{"tags": "a"}] * 2, "'tags' has one value a row, but in training it had lists of values"),
+    ],
+)
+def test_a_table_with_lists_in_place_of_values_is_refused(learnt, by_id, tmp_path, changes, why):
+    """As many values as rows would be those of other items."""
+    items, _, config, data = learnt
+    *_, store = by_id
+    path, before = tmp_path / "other.parquet", dict(store.scan(b"I"))
+    pq.write_table(pa.Table.from_pylist([one | own for one, own in zip(items, changes, strict=False)]), path)
+    with pytest.raises(DataError, match=f"other.parquet: column {why}"):
+        write_tables(store, read_layout(store).info, dataclasses.replace(config, items=str(path)), data, ["item"])
+    assert dict(store.scan(b"I")) == before
