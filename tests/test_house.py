@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1719,
     "serving": 6137,
-    "state": 3711,
+    "state": 3799,
     "table1": 1135,
     "tables": 3175,
     "training": 6956,

@@ -7,10 +7,12 @@ An id's value in the store is one record, and after it the values of its lists:
     numbers   int32, those of the texts of all lists, one column after another
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from jfi.serving.schema import Field
 from jfi.serving.validation import LONGEST_ID, BadRequestError, BodyType, fields_of, object_type
 from jfi.state.dictionaries import Cache, Dictionaries
 from jfi.state.events import COLUMN_TYPES, EventReader
-from jfi.state.layout import DTYPES, TIME, Column, EventLayout, StateInfo
+from jfi.state.layout import DTYPES, TIME, Column, EventLayout, StateInfo, integer
 from jfi.state.lookups import Encoded
 from jfi.state.model_ids import Encoding, Ids, Texts, check_column
 from jfi.state.stores import Changes, Get, Store, finding_damage
@@ -26,6 +28,7 @@ from jfi.state.user_rows import Given, LogRows, taken
 from jfi.utils.encoding import standardize
 from jfi.utils.jagged import first_values
 
+T = TypeVar("T")
 Entity = Literal["item", "user"]
 #: Field of a record with a semantic ID, which is no column.
 KNOWN = "jfi known"
@@ -33,6 +36,12 @@ KNOWN = "jfi known"
 Values = np.ndarray | list[str | None] | tuple[list[str], np.ndarray]
 #: The same of a column of the store: numbers of its texts in place of texts.
 Stored = np.ndarray | tuple[np.ndarray, np.ndarray]
+#: The key of a random value, which each write that changes or removes the value of an item renews.
+VERSION = b"v"
+#: Values of items in memory: at most so many of so many bytes together, and of lists of at most so many bytes each.
+_MAX_KEPT, _MAX_BYTES, _LARGEST = 2**21, 2**28, 128
+#: Slots in which the value of an item may be.
+_WAYS = 4
 
 
 class ColumnLayout:
@@ -50,6 +59,8 @@ class ColumnLayout:
         self.sids = [one.name for one in columns if one.kind == "sid"]
         self.dtype = np.dtype([(one.name, DTYPES[one.kind]) for one in columns] + [(KNOWN, "u1")] * bool(self.sids))
         self._lists = [one.name for one in columns if one.kind == "texts"]
+        #: Of an array of values: records have one size, and with lists they have not.
+        self.packed = np.dtype(object) if self._lists else np.dtype((np.void, max(1, self.dtype.itemsize)))
         missing = np.zeros(1, self.dtype)
         for one in columns:
             missing[one.name] = {"number": np.nan, "sid": -1}.get(one.kind, 0)
@@ -100,15 +111,25 @@ class ColumnLayout:
                 found = [own + numbers[begin:end] for own, begin, end in lists]
         return found
 
-    def decode(self, values: Sequence[bytes | None]) -> dict[str, Stored]:
-        """Returns by name the columns `[N]` of N values."""
-        own, size = [self._missing if one is None else one for one in values], self.dtype.itemsize
-        heads = [one[:size] for one in own] if self._lists else own
+    def pack(self, values: Sequence[bytes | None]) -> np.ndarray:
+        """Returns N values as an array `[N]` of `packed`."""
+        own = [self._missing if one is None else one for one in values]
+        if self._lists:
+            found = np.empty(len(own), object)
+            found[:] = own
+            return found
         with finding_damage(f"the columns of {self.of}s"):
-            records = np.frombuffer(b"".join(heads), self.dtype)
+            return _checked(found := np.frombuffer(b"".join(own), self.packed), len(found) == len(own))
+
+    def decode(self, values: Sequence[bytes | None] | np.ndarray) -> dict[str, Stored]:
+        """Returns by name the columns `[N]` of N values, or of an array of them."""
+        packed, size = values if isinstance(values, np.ndarray) else self.pack(values), self.dtype.itemsize
+        if not self._lists:
+            return {name: packed.view(self.dtype)[name] for name in self.columns}
+        with finding_damage(f"the columns of {self.of}s"):
+            own = packed.tolist()
+            records = np.frombuffer(b"".join([one[:size] for one in own]), self.dtype)
             found: dict[str, Stored] = {name: records[name] for name in self.columns}
-            if not self._lists:
-                return _checked(found, len(records) == len(own))
             numbers = np.frombuffer(b"".join([one[size:] for one in own]), "<i4")
             counts = np.stack([records[name] for name in self._lists], axis=1)
             owner = np.repeat(np.tile(np.arange(len(self._lists)), len(own)), counts.ravel())
@@ -155,6 +176,7 @@ def with_columns(
             own = table.new_records(before, rows.given, chosen, names)
             values |= zip(first, own, strict=True)
             changes |= zip(map(table.key, first), own, strict=True)
+            changes |= renewal(table, before, own)
         found, position = table.decode([*values.values()]), {one: number for number, one in enumerate(values)}
         index = np.fromiter(map(position.__getitem__, ids[of]), np.int64, len(rows))
         for name in [name for name in layout.columns if name in table.columns]:
@@ -169,7 +191,7 @@ def with_columns(
     return replace(rows, texts=texts, records=records), changes
 
 
-def _checked(found: dict[str, Stored], is_whole: bool) -> dict[str, Stored]:
+def _checked(found: T, is_whole: bool) -> T:
     if not is_whole:
         raise ValueError("a record has another size than its columns")
     return found
@@ -198,10 +220,75 @@ def write_columns(
         records = layout.encode(columns, len(ids), names)
         new.clear()
         new.update(names.new)
-        return dict(zip(map(layout.key, ids), records, strict=True)) | names.changes()
+        keys = list(map(layout.key, ids))
+        return dict(zip(keys, records, strict=True)) | names.changes() | renewal(layout, get(keys), records)
 
     store.update(change)
     cache.keep(new)
+
+
+def renewal(layout: ColumnLayout, before: Iterable[bytes | None], after: Iterable[bytes | None]) -> Changes:
+    """Returns what is written with values of ids, so that no server takes an item's old value from its memory."""
+    is_changed = any(old not in (None, new) for old, new in zip(before, after, strict=True))
+    return {VERSION: secrets.token_bytes(8)} if is_changed and layout.of == "item" else {}
+
+
+class KeptItems:
+    """Reads the values of items, and keeps them in memory for later requests, until one of them changes.
+
+    A value is kept by 64 bits, the Python hash of its id, see KnownValues, and the version of all values: XOR. Items
+    without a value are read each time, so that a new one needs no new version.
+
+    Args:
+        layout: of the values.
+    """
+
+    def __init__(self, layout: ColumnLayout) -> None:
+        self._layout, self._lock = layout, threading.Lock()
+        most = min(_MAX_KEPT, _MAX_BYTES // layout.packed.itemsize)
+        size = 1 << max(3, most.bit_length() - 1)  # of the slots, whose pages take memory as they are used
+        self._tags, self._values = np.zeros(size, np.uint64), np.empty(size, layout.packed)
+        self._first, self._version, self._turn = np.uint64(size - _WAYS), np.uint64(0), 0
+
+    def read(
+        self, get: Get | None, keys: Sequence[bytes], items: Sequence[str]
+    ) -> tuple[list[bytes | None], np.ndarray, np.ndarray]:
+        """Returns the values of keys, those of items `[N]` as `ColumnLayout.pack`, and `[N]` bool, which have none.
+
+        Args:
+            get: reads the store; None if nothing has a value.
+            keys: that are not kept.
+            items: ids.
+        """
+        if get is None or not items:
+            found = [None] * len(keys) if get is None else get(keys)
+            return found, self._layout.pack([None] * len(items)), np.ones(len(items), bool)
+        hashes = np.fromiter(map(hash, items), np.int64, len(items)).view(np.uint64)
+        first = (hashes & self._first).view(np.int64)
+        while True:
+            version, slots = self._version, first.copy()
+            tags = hashes ^ version
+            with self._lock:
+                for _ in range(_WAYS - 1):
+                    slots += self._tags.take(slots) != tags
+                lacking = (self._tags.take(slots) != tags).nonzero()[0]
+                values = self._values.take(slots)
+            own = [self._layout.key(items[row]) for row in lacking.tolist()]
+            now, *found = get([VERSION, *keys, *own])  # in one call: of one moment
+            self._version = now = np.uint64(integer(now))
+            if now == version or len(own) == len(items):
+                break
+        own = found[len(keys) :]
+        values[lacking] = self._layout.pack(own)
+        is_absent = np.zeros(len(items), bool)
+        is_absent[lacking] = [one is None for one in own]
+        largest = max(_LARGEST, self._layout.dtype.itemsize)
+        new = lacking[[one is not None and len(one) <= largest for one in own]]
+        with self._lock:
+            slots = first[new] + (self._turn + np.arange(len(new))) % _WAYS
+            self._tags[slots], self._values[slots] = hashes[new] ^ now, values[new]
+            self._turn += len(new)
+        return found[: len(keys)], values, is_absent
 
 
 def read_columns(layout: ColumnLayout, events: EventReader, body: bytes) -> dict[str, Values]:

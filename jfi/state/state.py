@@ -13,7 +13,7 @@ import numpy as np
 from jfi.events.live_index import changed
 from jfi.serving.requests import Request, RequestReader
 from jfi.serving.validation import BadRequestError
-from jfi.state.columns import Entity, ModelColumns, Values, layouts_of, with_columns, write_columns
+from jfi.state.columns import Entity, KeptItems, ModelColumns, Values, layouts_of, renewal, with_columns, write_columns
 from jfi.state.counters import StateCounters, check_counts
 from jfi.state.deletions import DELETIONS, deletion_of, write_deletions
 from jfi.state.dictionaries import Cache, Dictionaries
@@ -89,6 +89,7 @@ class UserState:
             of: ModelColumns(self.tables[of], fields, reader.known, self.texts)
             for of, fields in (("item", items), ("user", schema.user))
         }
+        self._items = KeptItems(self.tables["item"])
         #: The statistics of the past that events are counted in, or None.
         self.counters = None
         if info.statistics is not None:
@@ -236,6 +237,7 @@ class UserState:
             self._check_info(info)
             found[:] = [value is not None for value in values]
             changes: Changes = {key: None for key, is_there in zip(keys, found, strict=True) if is_there}
+            changes |= renewal(self.tables[of], values[:1], [None])
             if parts is not None:
                 line = deletion_of(parts, name, integer(position) if self._is_logged else None)
                 changes[DELETIONS] = (lines or b"") + line
@@ -263,44 +265,43 @@ class UserState:
             is_available: if false, nothing is read: the user and the items are new ones.
         """
         keys = [[] if one.stored is None else self._keys(one.stored) for one in requests]
-        is_read = is_available and any(one.stored is not None for one in requests)
+        items = [one.stored.items if one.stored is not None and one.stored.item_columns else [] for one in requests]
+        is_read, ids = is_available and any(one.stored is not None for one in requests), [*chain(*items)]
         for _ in range(_TRIES):
-            with self.store.snapshot() if is_read else nullcontext(lambda keys: [None] * len(keys)) as get:
-                info, position, *values = get([_INFO, POSITION, *chain.from_iterable(keys)])
+            with self.store.snapshot() if is_read else nullcontext() as get:
+                (info, position, *values), *columns = self._items.read(get, [_INFO, POSITION, *chain(*keys)], ids)
                 if is_read:
                     self._check_info(info)
                     self.position = integer(position)
-                rest, found = iter(values), [*requests]
-                for row, (one, own) in enumerate(zip(requests, keys, strict=True)):
+                rest, found, begin = iter(values), [*requests], 0
+                for row, (one, own, own_items) in enumerate(zip(requests, keys, items, strict=True)):
                     if (stored := one.stored) is not None:
                         stored.is_available, stored.position = is_available, integer(position)
-                        found[row] = self._filled(one, [*islice(rest, len(own))])
+                        part = slice(begin, begin := begin + len(own_items))
+                        found[row] = self._filled(one, [*islice(rest, len(own))], *(each[part] for each in columns))
                 if self.reader.schema.statistics is None or not is_read:
                     break
-                columns = iter(self.counters.read(get, [one.stored for one in found if one.stored is not None]))
-                found = [
-                    one if one.stored is None else self.reader.with_statistics(one, next(columns)) for one in found
-                ]
+                past = iter(self.counters.read(get, [one.stored for one in found if one.stored is not None]))
+                found = [one if one.stored is None else self.reader.with_statistics(one, next(past)) for one in found]
                 if get([POSITION]) == [position]:  # on Redis others may have written between the reads
                     break
         return found
 
     def _keys(self, stored: Lookup) -> list[bytes]:
-        """The keys that a request reads."""
+        """The keys of the user that a request reads."""
         keys = [user_key(stored.user)] if stored.reads_events else []
-        keys += [self.tables["user"].key(stored.user)] if stored.user_columns else []
-        return keys + ([*map(self.tables["item"].key, stored.items)] if stored.item_columns else [])
+        return keys + ([self.tables["user"].key(stored.user)] if stored.user_columns else [])
 
-    def _filled(self, request: Request, values: list[bytes | None]) -> Request:
-        """Returns a request with what the values of its keys say."""
+    def _filled(self, request: Request, values: list[bytes | None], items: np.ndarray, absent: np.ndarray) -> Request:
+        """Returns a request with what the values of its keys and of its items say."""
         stored, user, candidate = request.stored, Encoded(), Encoded()
         if stored.reads_events:
             request = self._with_events(request, self.layout.records(values.pop(0), stored.user))
         if stored.user_columns:
             user = self._columns["user"](self.tables["user"].decode([values.pop(0)]), stored.user_columns)
         if stored.item_columns:
-            candidate = self._columns["item"](self.tables["item"].decode(values), stored.item_columns)
-            stored.unknown_items = values.count(None)
+            candidate = self._columns["item"](self.tables["item"].decode(items), stored.item_columns)
+            stored.unknown_items = int(absent.sum())
         if stored.user_columns or stored.item_columns:
             request = self.reader.complete(request, user, candidate)
         if stored.reads_statistics:
