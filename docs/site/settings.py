@@ -43,10 +43,10 @@ def _section(shown: set[type], path: str, section: type, defaults: object = None
     inner, hints = [], fields(section)
     for field in dataclasses.fields(section):
         kind, meaning = hints[field.name], meanings[field.name].replace("|", "\\|")
-        found = next((one for one in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(one)), None)
+        found = next(filter(dataclasses.is_dataclass, _parts(kind)), None)
         own = getattr(defaults, field.name, None)
         if found is not None:
-            name = f"{path}.{field.name}{'.COLUMN' if typing.get_origin(kind) is dict else ''}"
+            name = f"{path}.{field.name}{'.NAME' if typing.get_origin(kind) is dict else ''}"
             is_section = dataclasses.is_dataclass(kind)  # which is no setting of its own
             inner.append((name, found, own, f"{meaning[0].upper()}{meaning[1:]} ") if is_section else (name, found))
             if is_section:
@@ -57,6 +57,13 @@ def _section(shown: set[type], path: str, section: type, defaults: object = None
     for one in inner:
         if len(one) > 2 or one[1] not in shown:
             yield from _section(shown, *one)
+
+
+def _parts(kind: object) -> Iterator[object]:
+    """Yields a type and the types in it."""
+    yield kind
+    for one in typing.get_args(kind):
+        yield from _parts(one)
 
 
 def _default(field: dataclasses.Field) -> str:

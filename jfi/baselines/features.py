@@ -50,7 +50,7 @@ class Features:
         session = None if arrays.engagement is None else arrays.engagement.session
         index = past_index(arrays.events, schema, arrays.columns, is_implicit, session, contexts=True)
         categories = [column.key for column in index.item_columns.values()]
-        of_events = [one for one in schema.features if one.role == "history" and one.of == "event" and not one.raw]
+        of_events = [one for _, one in schema.of_events() if one.of == "event" and not one.raw]
         edges, columns = schema.encodings.edges, dict.fromkeys(one.column for one in of_events)
         values = [one for one in columns if one in edges], [one for one in columns if one not in edges]
         times = arrays.events.time[samples.events[samples.splits["train"]]]

@@ -3,8 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from jfi.data.config import DataConfig, FeatureConfig, LabelConfig
+from jfi.data.config import DataConfig, LabelConfig
 from jfi.data.errors import DataError
+from jfi.data.feature_config import FeatureConfig, HistoryConfig
 
 if TYPE_CHECKING:
     from jfi.data.batches.batch import Batch as Batch
@@ -21,7 +22,7 @@ _LAZY = {
     "InteractionDataset": "jfi.data.batches.dataset",
     "load_dataset": "jfi.data.prepared.prepare",
 }
-__all__ = ["DataConfig", "DataError", "FeatureConfig", "LabelConfig", *_LAZY]
+__all__ = ["DataConfig", "DataError", "FeatureConfig", "HistoryConfig", "LabelConfig", *_LAZY]
 
 
 def __getattr__(name: str) -> object:

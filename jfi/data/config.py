@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jfi.data.errors import DataError
+from jfi.data.feature_config import FeatureConfig, FeatureType, HistoryConfig, Of
 from jfi.data.labels import ITEM, SESSION, USER, LabelConfig, LabelWindow, Task
 from jfi.data.setting_types import Size, check_bounds
 from jfi.events.groups import AUTO, BY_CATEGORY, Group, columns_of
@@ -19,7 +20,10 @@ from jfi.utils.files import absolute_path
 AGE = "age"
 #: Ids of `history_age`, which is 1 + floor(log2(age of the event in seconds)): the last one begins at 34 years.
 NUM_AGE_BUCKETS = 32
-HISTORY = "history_"
+#: The name of the history of a config that names none.
+HISTORY = "history"
+#: The most histories: each is a bit of a byte of a row.
+MAX_HISTORIES = 7
 #: The most events of a timeline, as a multiple of `max_history`; a user with more has several timelines, and each event
 #: is looked up 4/3 times.
 TIMELINE = 4
@@ -30,61 +34,8 @@ SID = "sid"
 #: The column of weights among `SortedEvents.targets`, and what precedes the name of a label that is not the first.
 WEIGHT, LABEL = "weight", "label_"
 Batching = Literal["sample", "user"]
-Of = Literal["user", "item", "event", "context"]
-FeatureType = Literal["category", "number"]
 #: The settings that name tables.
 FILES = ("interactions", "users", "items", "semantic_ids", "validation", "test")
-
-
-@dataclass
-class FeatureConfig:
-    """A feature: a column that the model reads.
-
-    Args:
-        name: the column, or any other name for a cross.
-        of: "user" and "item" features describe the sample's user and target, and item features also the events; "event"
-            features describe the events of the history alone; "context" features are known when the target is shown,
-            such as the device or the position. A categorical column may have an entry of event and one of context,
-            which share an embedding table, so that their other settings must be equal.
-        type: "category" for ids of an embedding table; "number" for a dense feature, or, of an event, for ids of
-            16 intervals between quantiles of the training rows.
-        width: width of the embedding table; None means `model.embedding_dim`. The tables that events have must
-            have one width: those of the item's id, of categories of the item and of features of the event.
-        max_values: maximum number of values that get their own ids: those with the most training rows; of two with the
-            same number, the one that comes first in the order of ids. All others count as unseen. None is no limit.
-        min_count: the number of training rows that a value needs; a rarer one counts as unseen. See also `capacity`.
-        hash_buckets: number of ids that values share by their hash, instead of an id for each value of training.
-        capacity: rows of a table that grows and forgets, instead of a vocabulary: a value gets a row once it has
-            occurred `min_count` times between two admissions of training (`training.admit_every`), and where the table
-            is full, rows of values that have not occurred for the longest time begin anew for others. Row 0 is shared
-            by all values without a row. Values are known by a hash of 63 bits.
-        separator: text between the values of a multi-valued column. RecBole's `token_seq` and the genres of MovieLens
-            need none.
-        default: value that replaces a missing one in a column with single values: a category, which always has its own
-            id, or a number. Quantiles and means are computed without it, and a cross of the column does not use it.
-            None leaves a value missing.
-        cross: single-valued columns among the item's id, and categories of the item and of the event, whose values
-            together are the value of an event's feature.
-
-    Example:
-        >>> FeatureConfig("genres", "item", separator="|").type
-        'category'
-    """
-
-    name: str
-    of: Of
-    type: FeatureType = "category"
-    width: Annotated[int, Meta(ge=1, le=2**16)] | None = None
-    max_values: Size | None = None
-    min_count: Size = 1
-    hash_buckets: Annotated[int, Meta(ge=1, le=2**32)] | None = None
-    capacity: Annotated[int, Meta(ge=2, lt=2**31)] | None = None
-    separator: str | None = None
-    default: str | int | float | None = None
-    cross: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        check_bounds(self, f"data.features '{self.name}': ", DataError)
 
 
 @dataclass
@@ -166,6 +117,9 @@ class DataConfig:
             are one.
         history: a rule such as `action == click`, of the form of a label's: only rows where it holds are events of
             histories. Other rows are samples, if they have a label. None means that every row is an event.
+        histories: several histories by name, such as `{clicks: event == click, orders: {rule: event == buy,
+            max_history: 50}}`, each a rule or settings. There are 2 to 7; a row may be an event of several. Each is an
+            entry of the model's interaction, with the keys `<name>_<column>`. Statistics count events of any of them.
         dwell: column of how long the user stayed with the event, a number; or None. It is known after the event only,
             and enters `policy` alone, unless it is a feature of events too.
         dwell_unit: unit of `dwell`, "s" or "ms".
@@ -210,6 +164,7 @@ class DataConfig:
     request_id: str | None = None
     event_id: str | None = None
     history: str | None = None
+    histories: dict[str, str | HistoryConfig] = field(default_factory=dict)
     dwell: str | None = None
     dwell_unit: Literal["s", "ms"] = "s"
     surface: str | None = None
@@ -267,6 +222,21 @@ class DataConfig:
         """The columns of interactions that rows of label windows have in common."""
         found = dict.fromkeys(one.of for one in self.label_windows().values() if one.of not in (USER, ITEM, SESSION))
         return [name for name in found if self.items is None or name not in self.names("item", "category")]
+
+    def named_histories(self) -> dict[str, HistoryConfig]:
+        """The histories by name; the one of `history` is named "history"."""
+        given = self.histories or {HISTORY: HistoryConfig(self.history)}
+        return {name: HistoryConfig(one) if isinstance(one, str) else one for name, one in given.items()}
+
+    def history_rules(self) -> list[tuple[str, str | None]]:
+        """The settings of the rules of histories, each with its rule; none where all rows are events of one history."""
+        if not self.histories:
+            return [] if self.history is None else [("history", self.history)]
+        return [(f"histories.{name}", one.rule) for name, one in self.named_histories().items()]
+
+    def history_lengths(self) -> dict[str, int]:
+        """The most events of each history, by name."""
+        return {name: one.max_history or self.max_history for name, one in self.named_histories().items()}
 
     def sample_columns(self) -> list[str]:
         """The columns that the rule `samples` compares."""
@@ -373,7 +343,8 @@ class DataConfig:
         columns.update(name for name in (*given, None if "item" in apart else self.title) if name is not None)
         columns.update(one.name for one in self.features if not one.cross and one.of not in apart)
         columns -= set() if self.statistics == "auto" else {*self.statistics_columns()}
-        return columns if self.history is None else columns | {*parse_rule(self.history).columns}
+        rules = [rule for _, rule in self.history_rules() if rule is not None]
+        return columns.union(*(parse_rule(rule).columns for rule in rules))
 
     def engagement_columns(self) -> list[str]:
         """The columns of `dwell`, `surface` and `session`, as far as they are set."""

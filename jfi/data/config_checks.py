@@ -3,8 +3,9 @@
 import codecs
 import math
 
-from jfi.data.config import AGE, HISTORY, SID, DataConfig, FeatureConfig
+from jfi.data.config import AGE, HISTORY, MAX_HISTORIES, SID, DataConfig
 from jfi.data.errors import DataError
+from jfi.data.feature_config import FeatureConfig
 from jfi.data.labels import LabelWindow
 from jfi.data.schema.rules import label_columns, only_column, parse_rule
 from jfi.events.groups import BY_CATEGORY
@@ -31,6 +32,7 @@ def check_data_config(config: DataConfig) -> None:
     _check_features(config)
     _check_leaks(config)
     _check_split(config)
+    _check_histories(config)
 
 
 def _check_files(config: DataConfig) -> None:
@@ -74,7 +76,7 @@ def _check_features(config: DataConfig) -> None:
         if one.name == SID and config.semantic_ids is not None:
             raise DataError(f"data.features lists '{SID}', which is the column of data.semantic_ids; rename the column")
         if one.name == AGE and one.of in ("item", "event"):
-            raise DataError(f"{key} needs the key '{HISTORY}{AGE}', which is the age of the events; rename the column")
+            raise DataError(f"{key} needs the key '{HISTORY}_{AGE}', which is the age of the events; rename the column")
         if one.cross:
             _check_cross(one, key, config)
 
@@ -213,5 +215,31 @@ def _check_split(config: DataConfig) -> None:
             raise DataError(f"data.{name} is not set; data.split: {split} needs it")
         if config.split != split and getattr(config, name) is not None:
             raise DataError(f"data.{name} is set, but data.split is {config.split}; set data.split: {split} to use it")
-    if config.history is not None:
-        parse_rule(config.history)
+
+
+def _check_histories(config: DataConfig) -> None:
+    """Raises DataError for histories that no table fits, and for settings that take one history alone."""
+    for _, rule in config.history_rules():
+        if rule is not None:
+            parse_rule(rule)
+    if config.histories and config.history is not None:
+        raise DataError("data.history and data.histories are both set; name the rule of data.history among the others")
+    if not config.histories:
+        return
+    if not 2 <= len(config.histories) <= MAX_HISTORIES:
+        advice = f"there can be 2 to {MAX_HISTORIES}; data.history is the rule of one"
+        raise DataError(f"data.histories has {len(config.histories)}; {advice}")
+    columns = [config.item, *(one.name for one in config.features if one.of in ("item", "event")), SID]
+    for name, one in config.named_histories().items():
+        key = f"data.histories.{name}"
+        if not name.isidentifier() or not name.isascii() or name in ("user", "item", "context", "number"):
+            raise DataError(f"{key}: the name must be of letters, digits and _, and not user, item, context or number")
+        for column in one.features or []:
+            if column not in columns:
+                raise DataError(f"{key}.features has '{column}', which no event has; {suggest(column, columns)}")
+        if one.features == []:
+            raise DataError(f"{key}.features is []; an event must have a column")
+    if config.batching == "user":
+        raise DataError("data.batching is user, and data.histories has several; timelines have one: set it to sample")
+    if config.policy is not None:
+        raise DataError("data.policy is set, and data.histories has several; a policy takes one")

@@ -1,7 +1,7 @@
 """All events of a table, sorted so that every history is a range of them, and the sessions of their users."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,7 @@ class SortedEvents:
         rows: `[H]` integers, ascending, the rows that histories consist of; None if all are.
         targets: what the loss reads in addition to the label, `[E]` float32 by `DataConfig.target_names`.
         label_delay: seconds after a row's time within which rows can change its label; it is known later than that.
+        of_histories: the rows of each of several histories; empty where there is one.
         oldest: `[E]` seconds, by row the time after which events are in its history; None for any.
 
     Example:
@@ -44,6 +45,7 @@ class SortedEvents:
     rows: np.ndarray | None = None
     targets: dict[str, np.ndarray] = field(default_factory=dict)
     label_delay: float = 0.0
+    of_histories: Sequence[np.ndarray] = ()
     oldest: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -53,6 +55,11 @@ class SortedEvents:
     def first(self) -> np.ndarray:
         """`[U + 1]` int64: the events of user u are the rows `first[u]:first[u + 1]`."""
         return first_rows(self.user)
+
+    @cached_property
+    def each(self) -> "list[SortedEvents]":
+        """The events with the rows of each history."""
+        return [replace(self, rows=rows, of_histories=()) for rows in self.of_histories] or [self]
 
     def histories(self, rows: np.ndarray, max_history: int) -> tuple[np.ndarray, np.ndarray]:
         """`start, length [B]` int64: the newest `max_history` events of each row's user strictly before the row.

@@ -124,6 +124,9 @@ def _check(run: RunFolder, config: Config) -> None:
     if config.data.is_raw_log:
         what = "data.samples and labels with a window (within) are of tables; --follow makes none"
         raise ConfigError(f"{name}: {what}; train a new run on the grown log")
+    if config.data.histories:
+        what = "data.histories has several, and the state of --follow has one"
+        raise ConfigError(f"{name}: {what}; train a new run on the grown log")
     for table in ("users", "items"):  # as the command line names them
         if (paths := getattr(config.data, table)) is not None:
             find_files(paths, f"data.{table}", config.data.delimiter)

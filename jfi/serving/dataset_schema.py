@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jfi.data import DataConfig, DataSchema
 from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS
 from jfi.events.groups import NUM_VALUES, SESSIONS, ItemColumn, StatisticsSettings
+from jfi.serving.artifact import ArtifactError
 from jfi.serving.schema import Field, PolicyFields, Schema
 from jfi.utils.encoding import PER_SECOND
 
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
 def schema_of_model(
     config: DataConfig, data: DataSchema, model: "SequenceDLRM", reads_history: bool, reads_item: bool
 ) -> Schema:
-    """Returns the schema of the requests to a run's model."""
+    """Returns the schema of the requests to a run's model.
+
+    Raises:
+        ArtifactError: the model reads several histories, and a request has one.
+    """
+    if len(data.histories) > 1:
+        what = "data.histories has several, and requests and a state of users have one"
+        raise ArtifactError(f"{what}; score tables by `jfi predict`, or train with data.history for a server")
     reads_age = any(feature.bias_key is not None for feature in model.sequence_arch.features)
     schema = schema_of(config, data, reads_history, reads_age, reads_item)
     if not config.statistics_columns():
@@ -126,7 +134,7 @@ def _categories(data: DataSchema, role: str) -> list[Field]:
             by_column.setdefault(spec.column, []).append(spec)
     for column, specs in by_column.items():
         # The slots of a multi-valued column of events have numbered keys.
-        if role == "history" and specs[0].key != HISTORY + column:
+        if role == "history" and specs[0].key != f"{HISTORY}_{column}":
             kind = "slots"
         else:
             kind = "categories" if specs[0].multi_valued else "category"

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from jfi.data import DataConfig, DataError, DataSchema
-from jfi.data.config import FeatureConfig
+from jfi.data.feature_config import FeatureConfig
 from jfi.data.io.blocks import find_interactions, read_table
 from jfi.data.labels import LabelWindow
 from jfi.data.prepared.event_logs import read_log

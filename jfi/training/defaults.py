@@ -53,7 +53,7 @@ def with_bias(config: Config) -> Config:
     """
     if config.model.bias != "auto":
         return config
-    biases = [HISTORY + AGE, *(["recency"] if config.model.num_heads > 1 else [])]
+    biases = [f"{HISTORY}_{AGE}", *(["recency"] if config.model.num_heads > 1 else [])]
     if config.model.pooling != "attention":
         biases = []
     if config.encoder.num_layers:

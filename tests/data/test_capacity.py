@@ -69,7 +69,7 @@ def test_batches_have_raw_ids_in_every_role(write, tmp_path):
     known = HashedIds(1)
     assert batch.sparse_features["item_id"].values().tolist() == known.ids([r["item"] for r in ROWS[54:]]).tolist()
     for now, (made, tags) in enumerate(
-        zip(*(batch.sparse_features[f"{HISTORY}{name}"].to_dense() for name in ("made", "tags_1")), strict=True), 54
+        zip(*(batch.sparse_features[f"{HISTORY}_{name}"].to_dense() for name in ("made", "tags_1")), strict=True), 54
     ):
         past = [r for r in ROWS[:now] if r["user"] == ROWS[now]["user"]]
         assert made.tolist() == known.ids([r["made"] for r in past]).tolist()

@@ -73,7 +73,7 @@ def test_what_is_no_manifest_is_one_line(folder, text, message):
     ("name", "kind", "before", "advice"),
     [
         ("manifest.json", FORMAT, "jfi prepared dataset 5", "prepare the tables again"),
-        ("schema.json", "jfi data schema 4", "jfi data schema 3", "prepare the dataset, or train the run, again"),
+        ("schema.json", "jfi data schema 5", "jfi data schema 4", "prepare the dataset, or train the run, again"),
     ],
 )
 def test_a_dataset_of_an_earlier_version_is_not_said_to_be_damaged(folder, name, kind, before, advice):

@@ -103,8 +103,8 @@ def test_a_cross_has_an_id_for_each_pair_of_training(write):
     for now in range(54, 60):
         past = [r for r in ROWS[:now] if r["user"] == ROWS[now]["user"]]
         expected.append([number[f"{r['item']}\x1f{r['right']}"] for r in past])
-    assert histories(dataset, "test", f"{HISTORY}item_id_x_right") == expected
-    assert f"{HISTORY}made_x_right_x_item_id" in {spec.key for spec in dataset.features}
+    assert histories(dataset, "test", f"{HISTORY}_item_id_x_right") == expected
+    assert f"{HISTORY}_made_x_right_x_item_id" in {spec.key for spec in dataset.features}
 
 
 @pytest.mark.parametrize("hashed", [{}, {"item_id_x_right": 50, "made": 20}])

@@ -34,7 +34,8 @@ class Batch(Pipelineable):
         dense_features: `[B, max(1, num_dense)]` float32, standardized; one column of zeros where the table has no
             dense column.
         sparse_features: every categorical key, with stride B: user keys, item (target) keys and context keys, then
-            the `history_*` keys. These are aligned: they have the same lengths, and the oldest event comes first.
+            the `history_*` keys. These are aligned: they have the same lengths, and the oldest event comes first. Of
+            several histories each has its name in place of `history`, and lengths of its own.
             `item_sid` and `history_sid` hold semantic IDs, all others ids from 0 on.
         labels: `[B]` float32, 0 or 1, or any number of a regression. Of L labels `[B, L]`, NaN where a further one is
             missing. Auxiliary ones are the last ones, in all splits; a model has outputs for them in
@@ -141,7 +142,7 @@ def assemble(
     schema: DataSchema,
     part: BatchPart,
     drawn: tuple[np.ndarray, np.ndarray, np.ndarray],
-    find: Callable[[np.ndarray, np.ndarray | None], Histories],
+    find: Callable[[np.ndarray, np.ndarray | None], list[Histories]],
     pin_memory: bool = False,
 ) -> Batch:
     """Returns a batch.
@@ -151,7 +152,8 @@ def assemble(
         schema: of the dataset.
         part: the samples, and the timelines that they share.
         drawn: the events, the target items and the labels of the samples, `[B]` each.
-        find: gives the histories of events `[B]` that are samples, or of the timelines at offsets `[U + 1]` of these.
+        find: gives the histories of events `[B]` that are samples, or of the timelines at offsets `[U + 1]` of these,
+            in the order of the schema.
         pin_memory: whether all tensors are in pinned memory.
     """
     (events, item, label), table = drawn, arrays.events
@@ -159,17 +161,17 @@ def assemble(
     if not len(events):
         events = samples = np.zeros(1, np.int64)
         item, offsets = table.item[:1].astype(np.int64), None if offsets is None else np.array([0, 1])
-    histories = find(events, offsets)
+    histories = dict(zip(schema.histories, find(events, offsets), strict=True))
     user = table.user[events].astype(np.int64, copy=False)
     owners = slice(None) if offsets is None else offsets[:-1]  # of the samples, those that a user's values belong to
     rows = {"user": user[owners], "item": item, "context": events}
 
     # A timeline has at least one sample, so a key for each sample is enough. By user there is no
     # age, which follows from the times.
-    specs = schema.features if offsets is None else schema.features[:-1]
+    specs = schema.features if offsets is None else schema.encoded
     lengths = np.zeros((len(specs), len(events)), np.int64)
-    for own, spec, ids in zip(lengths, specs, [*arrays.columns, None], strict=False):
-        counts = histories.lengths if ids is None or spec.role not in rows else ids.counts(rows[spec.role])
+    for index, (own, spec) in enumerate(zip(lengths, specs, strict=True)):
+        counts = histories[spec.history].lengths if spec.history else arrays.columns[index].counts(rows[spec.role])
         own[: len(counts)] = counts
     length_per_key = lengths.sum(axis=1).tolist()
     ends = list(accumulate(length_per_key))
@@ -179,33 +181,35 @@ def assemble(
         values = torch.from_numpy(np.empty(ends[-1], np.int64))  # NumPy asks for huge pages: fewer page faults
     ids_of_keys = values.numpy()
     parts = [ids_of_keys[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    of_events = []
+    of_events: dict[str, list[tuple[str, Categorical, np.ndarray]]] = {name: [] for name in histories}
     for spec, ids, out in zip(specs, arrays.columns, parts, strict=False):
-        if spec.role == "history":
-            of_events.append((spec.of, ids, out))
+        if spec.history:
+            of_events[spec.history].append((spec.of, ids, out))
         else:
             ids.fill(rows[spec.role], out)
 
     times = None
-    if offsets is not None:
-        event_times = np.empty(int(histories.lengths.sum()))
+    if offsets is not None:  # there is one history then
+        event_times = np.empty(sum(int(one.lengths.sum()) for one in histories.values()))
         target_times = torch.from_numpy(table.time[events])
         times = Timelines(torch.from_numpy(offsets), target_times, torch.from_numpy(event_times), schema.max_history)
-    for owner, own, event in histories.blocks(table, _BLOCK):
-        of = {"event": event, "item": table.item.take(event, mode="clip").astype(np.int64, copy=False)}
-        for entity, ids, out in of_events:
-            ids.fill(of[entity], out[own])
-        time = table.time.take(event, mode="clip")
-        if times is None:
-            now = repeat(table.time[events[owner]], histories.lengths[owner])
-            parts[-1][own] = age_buckets(np.subtract(now, time, out=now), NUM_AGE_BUCKETS)
-        else:
-            event_times[own] = time
+    ages: list[np.ndarray | None] = [*parts[len(schema.encoded) :]] or [None]
+    for (name, found), of_history, age in zip(histories.items(), table.each, ages, strict=True):
+        for owner, own, event in found.blocks(of_history, _BLOCK):
+            of = {"event": event, "item": table.item.take(event, mode="clip").astype(np.int64, copy=False)}
+            for entity, ids, out in of_events[name]:
+                ids.fill(of[entity], out[own])
+            time = table.time.take(event, mode="clip")
+            if age is None:
+                event_times[own] = time
+            else:
+                now = repeat(table.time[events[owner]], found.lengths[owner])
+                age[own] = age_buckets(np.subtract(now, time, out=now), NUM_AGE_BUCKETS)
 
     sparse = KeyedJaggedTensor(
         keys=[spec.key for spec in specs],
         values=values,
-        weights=None if histories.weights is None else _weights(histories.weights, specs, parts),
+        weights=_weights(histories, specs, parts),
         lengths=torch.from_numpy(lengths.ravel()),
         stride=len(events),
         # Without it the first split of the tensor would synchronize with the device to compute it.
@@ -226,8 +230,12 @@ def assemble(
     return batch.pin_memory() if pin_memory else batch
 
 
-def _weights(weights: np.ndarray, specs: list[FeatureSpec], parts: list[np.ndarray]) -> torch.Tensor:
-    """The weights of the events for every history key and the age, and 1 for the values of other keys."""
-    of_events = {"history": weights, "bucket": weights}
-    ones = (of_events.get(spec.role, np.ones(len(part), np.float32)) for spec, part in zip(specs, parts, strict=True))
+def _weights(histories: dict[str, Histories], specs: list[FeatureSpec], parts: list[np.ndarray]) -> torch.Tensor | None:
+    """The weights of the events for the keys of histories and ages, 1 for the values of other keys; None for all 1."""
+    of_events = {name: one.weights for name, one in histories.items() if one.weights is not None}
+    if not of_events:
+        return None
+    ones = (
+        of_events.get(spec.history, np.ones(len(part), np.float32)) for spec, part in zip(specs, parts, strict=True)
+    )
     return torch.from_numpy(np.concatenate([*ones], dtype=np.float32))

@@ -121,8 +121,8 @@ class InteractionDataset:
         for number in np.unique(np.linspace(0, order.num_batches - 1, 8).astype(np.int64)).tolist():
             part = order.part(number, 0, 1)
             events = self.draw("train", part.samples)[0]
-            before += int(self._whole_histories(events, part.offsets).lengths.sum())
-            after += int(self._histories(events, part.offsets).lengths.sum())
+            before += sum(int(one.lengths.sum()) for one in self._whole_histories(events, part.offsets))
+            after += sum(int(one.lengths.sum()) for one in self._histories(events, part.offsets))
         return 1 - after / max(1, before)
 
     def batches(
@@ -263,29 +263,33 @@ class InteractionDataset:
             raise ValueError(f"split is '{split}'; {suggest(split, self._arrays.samples)}")
         return self._arrays.samples[split]
 
-    def histories_of(self, split: str, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns of samples `[B]` of a split the lengths `[B]` of their histories, and the events `[S]` of these."""
-        rows = self._rows(split)[samples // self._samples_per_row].astype(np.int64)
-        found = self._histories(rows)
-        events = [part for *_, part in found.blocks(self._arrays.events, max(1, int(found.lengths.sum())))]
-        return found.lengths, np.concatenate([np.zeros(0, np.int64), *events])
+    def histories_of(self, split: str, samples: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Returns by history of samples `[B]` of a split the lengths `[B]`, and the events `[S]`."""
+        rows, result = self._rows(split)[samples // self._samples_per_row].astype(np.int64), {}
+        of_histories = zip(self.schema.histories, self._histories(rows), self._arrays.events.each, strict=True)
+        for name, found, table in of_histories:
+            events = [part for *_, part in found.blocks(table, max(1, int(found.lengths.sum())))]
+            result[name] = found.lengths, np.concatenate([np.zeros(0, np.int64), *events])
+        return result
 
     def _num_events(self, rows: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """`[B]` int64, the events of the histories of samples of a split with these rows."""
         events = rows[samples // self._samples_per_row].astype(np.int64, copy=False)
-        return self._histories(events).lengths
+        return np.sum([one.lengths for one in self._histories(events)], axis=0)
 
-    def _histories(self, events: np.ndarray, offsets: np.ndarray | None = None) -> Histories:
-        """The histories of samples `[B]`, or of the timelines at offsets `[U + 1]` of them."""
+    def _histories(self, events: np.ndarray, offsets: np.ndarray | None = None) -> list[Histories]:
+        """The histories of samples `[B]`, or of the timelines at offsets `[U + 1]` of them, as the schema has them."""
         if self.chooser is not None:
-            return self.chooser.histories(events) if offsets is None else self.chooser.timelines(events, offsets)
+            return [self.chooser.histories(events) if offsets is None else self.chooser.timelines(events, offsets)]
         return self._whole_histories(events, offsets)
 
-    def _whole_histories(self, events: np.ndarray, offsets: np.ndarray | None) -> Histories:
+    def _whole_histories(self, events: np.ndarray, offsets: np.ndarray | None) -> list[Histories]:
         """The same without a policy."""
-        table, max_history = self._arrays.events, self.schema.max_history
-        if offsets is None:
-            start, lengths = table.histories(events, max_history)
-        else:
-            start, lengths = timeline_ranges(table, events[offsets[:-1]], events[offsets[1:] - 1], max_history)
-        return Histories(lengths, start)
+        found = []
+        for table, most in zip(self._arrays.events.each, self.schema.histories.values(), strict=True):
+            if offsets is None:
+                start, lengths = table.histories(events, most)
+            else:
+                start, lengths = timeline_ranges(table, events[offsets[:-1]], events[offsets[1:] - 1], most)
+            found.append(Histories(lengths, start))
+        return found

@@ -88,11 +88,9 @@ def read_log(config: DataConfig, schema: DataSchema) -> Iterator[tuple[Statistic
         names = {"item": {given.config.item, *given.config.names("item", "category")}}
         names["event"] = {*given.config.names("event")}
         features = [
-            one
-            for one in schema.features[:-1]
-            if one.column in names.get(one.of, ()) and one.role in ("item", "history")
+            one for one in schema.encoded if one.column in names.get(one.of, ()) and one.role in ("item", "history")
         ]
-        schema = replace(schema, features=[*features, schema.features[-1]])
+        schema = replace(schema, features=[*features, *schema.features[len(schema.encoded) :]])
         ids = encode_features(columns, schema)
         yield compute_statistics(columns, schema, ids, rows=np.zeros(0, np.int64)).statistics, columns
 

@@ -215,7 +215,8 @@ def check_fits(schema: DataSchema, config: DataConfig) -> None:
         ("features with hash_buckets", buckets, wanted_buckets),
         ("features with capacity", known_capacities, capacities),
         ("features with default", schema.encodings.defaults, config.defaults()),
-        ("max_history", schema.max_history, config.max_history),
+        ("max_history", schema.max_history, max(config.history_lengths().values())),
+        ("histories", schema.histories, config.history_lengths()),
         ("labels", [(one.name, one.task) for one in schema.labels], [(one.name, one.task) for one in config.targets()]),
         ("labels, auxiliary ones", schema.num_auxiliary, len(config.auxiliary_labels())),
     ):

@@ -146,7 +146,7 @@ def read_and_sort(given: SourceTables, stages: "Stages", check: bool = True) -> 
 
 
 def sorted_events(
-    config: DataConfig, work: Path, split: np.ndarray | None = None, histories: np.ndarray | None = None
+    config: DataConfig, work: Path, split: np.ndarray | None = None, event: np.ndarray | None = None
 ) -> SortedEvents:
     """The events of `read_and_sort`, as maps of its files.
 
@@ -154,15 +154,19 @@ def sorted_events(
         config: the meaning of the columns.
         work: the folder of the stages.
         split: `[E]` int8; None for that of the stages.
-        histories: the rows that histories consist of; None for those of `data.history`.
+        event: `[E]` int8, the histories that each row is an event of, a bit each; None for those of the rules.
     """
     columns = read_columns(work / "rows")
     split = read_order_and_split(work)[1] if split is None else split
-    if histories is None and config.history is not None:
-        histories = write_true_rows(work / SCRATCH / "histories", columns["event"])
+    event = columns.get("event") if event is None else event
+    rows, of_histories = None, []
+    if event is not None:
+        rows = write_true_rows(work / SCRATCH / "histories", event)
+        folders = [work / SCRATCH / f"history-{name}" for name in config.histories]
+        of_histories = [write_true_rows(folder, event, 1 << i) for i, folder in enumerate(folders)]
     targets = {name: columns[name] for name in config.target_names()}
     user, item, time, label = (columns[name] for name in ("user", "item", "time", "label"))
-    return SortedEvents(user, item, time, label, split, histories, targets, config.label_delay)
+    return SortedEvents(user, item, time, label, split, rows, targets, config.label_delay, of_histories)
 
 
 def write_prepared(given: SourceTables, schema: DataSchema | None, work: Path, durable: bool) -> DataSchema:

@@ -229,21 +229,21 @@ class ScoringRows:
                 _log.warning("%s rows to score %s", f"{without:,}", what)
 
     def _events_of_histories(self, columns: dict[str, np.ndarray]) -> np.ndarray | None:
-        """The rows that histories consist of: a row of the history that is scored too counts once; None without one."""
+        """`[E]` int8, what each row is an event of: one that is scored and in the history counts once; None for all."""
         if self.num_rows == len(columns[ROW]) and self._are_events:
             return None
         event = new_map(self._folder / SCRATCH / "is_event.npy", np.int8, len(columns["user"]))
-        event[:] = 1 if self._config.history is None else columns["event"]
+        event[:] = columns.get("event", 1)
         if not self._are_events:
             self._repeated = np.flatnonzero(columns["split"] != HISTORY)
             event[self._repeated] = 0
-            return write_true_rows(self._folder / SCRATCH / "histories", event)
+            return event
         self._repeated = _repeated_rows(columns)
         event[self._repeated] = 0
         if len(self._repeated):
             what = "rows to score are in the history too; each counts as one event"
             _log.warning("%s %s", f"{len(self._repeated):,}", what)
-        return write_true_rows(self._folder / SCRATCH / "histories", event)
+        return event
 
     def _interactions(self) -> Iterator[tuple[int, SourceRows]]:
         """The rows of the history, then those to score, whose keys are written; each after the number of its file."""

@@ -37,7 +37,7 @@ def event_table(columns: Columns, schema: DataSchema) -> dict[str, np.ndarray | 
     if config.engagement_columns():
         found |= {"dwell": np.zeros(count, np.float32), "surface": np.zeros(count, np.int32)}
         found |= {} if config.session is None else {"session": np.zeros(count, np.int64)}
-    for spec in schema.features[:-1]:
+    for spec in schema.encoded:
         if spec.of == "event" and spec.multi_valued:
             offsets = check_kind(schema, spec.column, columns.categories(spec.column, "event")).offsets
             found[column_name(spec)] = _lists(offsets, np.zeros(offsets[-1], id_type(spec.num_ids)))
@@ -85,7 +85,7 @@ def fingerprint_of(dataset: InteractionDataset) -> dict[str, str]:
     if dataset.folder is not None and (dataset.folder / FINGERPRINT).is_file():
         return read_fingerprint(dataset.folder)
     arrays, events = dataset.arrays(), dataset.arrays().events
-    rows, train = [] if events.rows is None else [events.rows], arrays.samples["train"]
+    rows, train = [*([] if events.rows is None else [events.rows]), *events.of_histories], arrays.samples["train"]
     own = (events.user, events.item, events.time, events.label)
     samples = (part[train[begin:end]] for part in own for begin, end in blocks(len(train)))
     timelines = (events.user, events.time, *rows)
@@ -109,7 +109,7 @@ def read_fingerprint(folder: Path) -> dict[str, str]:
 def _all_of(arrays: Arrays) -> Iterator[np.ndarray]:
     events, (users, items, contexts) = arrays.events, arrays.dense
     yield from (events.user, events.item, events.time, events.label, *events.targets.values(), *arrays.samples.values())
-    yield from [] if events.rows is None else [events.rows]
+    yield from [*([] if events.rows is None else [events.rows]), *events.of_histories]
     for column in arrays.columns:
         yield from [column.ids] if column.offsets is None else [column.ids, column.offsets]
     yield from (users, items, *contexts)
@@ -133,6 +133,11 @@ _FILES = [
 ]
 
 
+def _history_file(name: str) -> str:
+    """The name of the file of the rows of one of several histories."""
+    return f"history-{name}"
+
+
 def write_files(
     folder: Path, arrays: Arrays, schema: DataSchema, summary: Summary, config: DataConfig, durable: bool
 ) -> None:
@@ -151,7 +156,8 @@ def write_files(
         write_arrow(folder / f"{of}s.arrow", table_of(arrays, schema, config, of))
     lengths, counts = count_lengths(arrays.events, arrays.samples)
     write_arrow(folder / _LENGTHS, {"length": lengths, "samples": counts})
-    for name, rows in {**arrays.samples, "histories": arrays.events.rows}.items():
+    of_histories = dict(zip(map(_history_file, schema.histories), arrays.events.of_histories, strict=False))
+    for name, rows in {**arrays.samples, "histories": arrays.events.rows, **of_histories}.items():
         if rows is not None:
             write_arrow(folder / f"{name}.arrow", {"event": rows.astype(kind, copy=False)})
     if arrays.engagement is not None:
@@ -166,7 +172,8 @@ def write_files(
         return
     opened = open_prepared(dataclasses.replace(config, prepared=str(folder)), False, schema)
     write_sums(folder, fingerprint_of(opened), FINGERPRINT)
-    files = [path for name in _FILES if (path := folder / name).is_file()]
+    names = [*_FILES, *(f"{name}.arrow" for name in of_histories)]
+    files = [path for name in names if (path := folder / name).is_file()]
     DatasetManifest(config, {path.name: path.stat().st_size for path in files}).save(folder)
     write_sums(folder, {path.name: sha256_of(path) for path in (*files, folder / MANIFEST)})
 
@@ -184,13 +191,17 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
     """
     folder = Path(config.prepared)
     verification = open_checked(folder, check_sizes(folder)) if verified else None
-    schema = schema or dataclasses.replace(DataSchema.load(folder, verified), max_history=config.max_history)
+    schema = schema or dataclasses.replace(DataSchema.load(folder, verified), histories=config.history_lengths())
     tables = {of: _read(folder / f"{of}s.arrow") for of in ("event", "user", "item")}
     columns = tables["event"]
-    histories = None if config.history is None else _numpy(_read(folder / "histories.arrow")["event"])
+    histories, of_histories = None, []
+    if config.history_rules():
+        histories = _numpy(_read(folder / "histories.arrow")["event"])
+        names = map(_history_file, config.histories)
+        of_histories = [_numpy(_read(folder / f"{name}.arrow")["event"]) for name in names]
     own = [_numpy(columns[name]) for name in ("user", "item", "time", "label", "split")]
     targets = {name: _numpy(columns[name]) for name in config.target_names()}
-    events = SortedEvents(*own, histories, targets, config.label_delay)
+    events = SortedEvents(*own, histories, targets, config.label_delay, of_histories)
     ids = _features(schema, tables)
     negatives = None
     if config.is_implicit:
@@ -226,7 +237,7 @@ def open_prepared(config: DataConfig, verified: bool = True, schema: DataSchema 
 def _features(schema: DataSchema, tables: dict[Entity, dict[str, pa.Array]]) -> list[Categorical]:
     """The ids of each key of the schema but the age."""
     found = []
-    for spec in schema.features[:-1]:
+    for spec in schema.encoded:
         column = tables[spec.of][column_name(spec)]
         is_list = pa.types.is_large_list(column.type)
         ids = Categorical(_numpy(column.values), _numpy(column.offsets)) if is_list else Categorical(_numpy(column))

@@ -58,7 +58,7 @@ def read_versioned(path: Path, kind: type[T], known: str, advice: str, verified:
 Role = Literal["user", "item", "context", "history", "bucket"]
 Entity = Literal["user", "item", "event"]
 
-_FORMAT = "jfi data schema 4"
+_FORMAT = "jfi data schema 5"
 _SMALL, _LARGE = "schema.json", "vocabularies.parquet"
 #: The codec of semantic IDs in the folder of a schema, and in the folder next to a file of IDs.
 CODEC = "codec.safetensors"
@@ -89,6 +89,7 @@ class FeatureSpec:
         width: of the table's rows; None means `model.embedding_dim`.
         raw: the values are raw ids, any int64 from 0 to 2^63 - 2, and `num_embeddings` is the number of rows of a table
             that grows and forgets.
+        history: of a "history" or "bucket" key the name of its history, else "".
     """
 
     key: str
@@ -102,6 +103,7 @@ class FeatureSpec:
     semantic: bool = False
     width: int | None = None
     raw: bool = False
+    history: str = ""
 
     @property
     def num_ids(self) -> int:
@@ -203,7 +205,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     features: list[FeatureSpec]
     dense_names: list[str]
     item_key: str
-    max_history: int
+    histories: dict[str, int]
     edges: dict[str, list[float]]
     moments: dict[str, tuple[float, float]]
     buckets: dict[str, int]
@@ -211,7 +213,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     values: dict[str, int]
     labels: list[LabelSpec]
     half_lives: list[float] = []
-    window: int | None = None
+    window: int = 0
     num_auxiliary: int = 0
     codec: str | None = None
     capacities: dict[str, HashedIds] = {}
@@ -223,10 +225,10 @@ class DataSchema:
     """The keys of the batches and the encodings of their values; all that a model needs to know of its data.
 
     Args:
-        features: the categorical keys, in the order of the batches, and last the age of the events.
+        features: the categorical keys, in the order of the batches, and last the ages of the events of each history.
         dense_names: the columns of the dense features, users' before items' before contexts'.
         item_key: key of the target's id.
-        max_history: no history is longer.
+        histories: the names of the histories, each with the most events that it has.
         encodings: the vocabularies, quantiles and moments of the training rows.
         titles: titles of the items, by their id under `item_key`, or None.
         codec: of the semantic IDs, or None without.
@@ -249,12 +251,30 @@ class DataSchema:
     features: list[FeatureSpec]
     dense_names: list[str]
     item_key: str
-    max_history: int
+    histories: dict[str, int]
     encodings: Encodings
     titles: Sequence[str] | None = None
     codec: Codec | None = None
     labels: list[LabelSpec] = field(default_factory=lambda: [LabelSpec()])
     num_auxiliary: int = 0
+
+    @property
+    def max_history(self) -> int:
+        """No history is longer."""
+        return max(self.histories.values())
+
+    @property
+    def encoded(self) -> list[FeatureSpec]:
+        """The keys but the ages: those that columns of a dataset have the ids of."""
+        return self.features[: -len(self.histories)]
+
+    def of_events(self) -> list[tuple[int, FeatureSpec]]:
+        """The keys of events, each with its index among `features`: of several histories one for each column."""
+        found: dict[tuple[str, int | None], tuple[int, FeatureSpec]] = {}
+        for index, one in enumerate(self.features):
+            if one.role == "history":
+                found.setdefault((one.column, one.slot), (index, one))
+        return [*found.values()]
 
     def save(self, folder: str | Path) -> None:
         """Writes the folder, which must be absent, completely or not at all.
@@ -299,7 +319,7 @@ class DataSchema:
             features=self.features,
             dense_names=self.dense_names,
             item_key=self.item_key,
-            max_history=self.max_history,
+            histories=self.histories,
             edges={name: edges.tolist() for name, edges in self.encodings.edges.items()},
             moments=self.encodings.moments,
             buckets={name: buckets.num_buckets for name, buckets in self.encodings.buckets.items()},
@@ -336,7 +356,7 @@ class DataSchema:
             features=content.features,
             dense_names=content.dense_names,
             item_key=content.item_key,
-            max_history=content.max_history,
+            histories=content.histories,
             encodings=Encodings(
                 {name: Vocabulary(values) for name, values in columns.items()},
                 {name: np.array(edges, np.float64) for name, edges in content.edges.items()},
@@ -344,7 +364,7 @@ class DataSchema:
                 {name: HashBuckets(count) for name, count in content.buckets.items()},
                 content.defaults,
                 content.half_lives,
-                min(32, content.max_history) if content.window is None else content.window,  # none was stored at first
+                content.window,
                 content.capacities,
                 content.bounds,
             ),

@@ -1,6 +1,7 @@
 """Inspection of a model on the rows of a table: how much each input matters, and what targets attend to."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jfi.data import Batch, DataError, DataSchema
+from jfi.data.config import HISTORY
 from jfi.data.prepared.scoring import ScoringRows
 from jfi.models import SequenceDLRM
 from jfi.training.metrics.label_metrics import Predictions
@@ -60,11 +62,11 @@ def _inputs(
     yield "", dense, batch.sparse_features
     inputs: dict[str, list[str]] = {}
     for spec in schema.features:
-        if spec.role in ("history", "bucket"):
-            inputs.setdefault("history", []).append(spec.key)
-        inputs.setdefault(f"{'history' if spec.role == 'bucket' else spec.role} {spec.column}", []).append(spec.key)
+        if spec.history:
+            inputs.setdefault(spec.history, []).append(spec.key)
+        inputs.setdefault(f"{spec.history or spec.role} {spec.column}", []).append(spec.key)
     for name, keys in inputs.items():
-        of_events = name.startswith("history ")
+        of_events = name.partition(" ")[0] in schema.histories and " " in name
         order = torch.from_numpy(random.permutation(len(sparse[keys[0]].values()) if of_events else len(batch.users)))
         changed = {key: _in_order(sparse[key], order, of_events) for key in keys}
         yield name, dense, KeyedJaggedTensor.from_jt_dict(sparse | changed)
@@ -104,15 +106,22 @@ def attention(model: SequenceDLRM, rows: ScoringRows, items: pa.Array, batch_siz
     events = rows.dataset.arrays().events
     for batch in rows.dataset.batches("rows", batch_size, batching="sample"):
         found = model.attention_weights(batch.dense_features.to(device), batch.sparse_features.to(device))
-        lengths, chosen = rows.dataset.histories_of("rows", batch.samples.numpy())
-        columns = {
-            "row": np.repeat(rows.rows[batch.samples.numpy()], lengths),
-            "event": np.arange(len(chosen)) - np.repeat(lengths.cumsum() - lengths, lengths),
-            "item": items.take(pa.array(events.item[chosen])),
-            "time": events.time[chosen],
-        }
-        for name, weights in found.items():
-            for head, values in enumerate(weights.values().float().mean(1).unbind(1), 1):  # the mean over queries
-                columns[f"weight_{head}" if len(found) == 1 else f"weight_{name}_{head}"] = values.cpu().numpy()
-        parts.append(pa.table(columns))
-    return pa.concat_tables(parts).sort_by([("row", "ascending"), ("event", "ascending")])
+        of_histories = rows.dataset.histories_of("rows", batch.samples.numpy())
+        features = iter(found.items())  # as many for each history
+        for history, (lengths, chosen) in of_histories.items():
+            columns = {
+                "row": np.repeat(rows.rows[batch.samples.numpy()], lengths),
+                "event": np.arange(len(chosen)) - np.repeat(lengths.cumsum() - lengths, lengths),
+                "item": items.take(pa.array(events.item[chosen])),
+                "time": events.time[chosen],
+            }
+            if len(of_histories) > 1:
+                columns["history"] = pa.array([history]).take(pa.array(np.zeros(len(chosen), np.int64)))
+            own = [*islice(features, len(found) // len(of_histories))]
+            for name, weights in own:
+                of = "" if len(own) == 1 else f"{HISTORY}{name.removeprefix(history)}_"
+                for head, values in enumerate(weights.values().float().mean(1).unbind(1), 1):  # the mean over queries
+                    columns[f"weight_{of}{head}"] = values.cpu().numpy()
+            parts.append(pa.table(columns))
+    order = ["row", *(["history"] if "history" in parts[0].column_names else []), "event"]
+    return pa.concat_tables(parts).sort_by([(name, "ascending") for name in order])

@@ -66,9 +66,9 @@ def build_model(
 ) -> SequenceDLRM:
     """The SequenceDLRM of `config` for the keys of `schema`.
 
-    Its sequence feature is `history`: an event is the sum of all history keys, the target that of all item keys
-    (semantic IDs among them), and `max_seqlen` is the schema's `max_history`. There is one more, of the same events,
-    for each further bias of `model.bias`.
+    It has a sequence feature for each history, of its name: an event is the sum of all keys of the history, the target
+    that of all item keys (semantic IDs among them), and `max_seqlen` is the most events of the history. There is one
+    more, of the same events, for each further bias of `model.bias`.
 
     Args:
         config: the section `model`.
@@ -96,13 +96,14 @@ def build_model(
     # A sequence feature for each bias: some heads go by the age of an event, others by its position.
     sequences = [
         SequenceFeatureConfig(
-            name="history" if index == 0 else f"history_by_{bias}",
-            sequence_keys=[f.key for f in history],
+            name=name if index == 0 else f"{name}_by_{bias}",
+            sequence_keys=[f.key for f in history if f.history == name],
             target_keys=[f.key for f in features if f.role == "item"],
-            bias=_bias(bias, features),
-            max_seqlen=schema.max_history,
+            bias=_bias(bias, name, features),
+            max_seqlen=most,
         )
-        for index, bias in enumerate(biases if history else [])
+        for name, most in (schema.histories.items() if history else ())
+        for index, bias in enumerate(biases)
     ]
     bag_tables = _tables(EmbeddingBagConfig, in_bags, config.embedding_dim)
     tables = _tables(EmbeddingConfig, in_collection, config.embedding_dim)
@@ -317,12 +318,13 @@ def _encoder(
     )
 
 
-def _bias(bias: str | None, features: list[FeatureSpec]) -> PositionBias | WeightBias | TimeBias | None:
-    """Returns a bias of the config."""
+def _bias(bias: str | None, history: str, features: list[FeatureSpec]) -> PositionBias | WeightBias | TimeBias | None:
+    """Returns a bias of the config, for a history."""
     if bias is None:
         return None
     if bias in ("position", "recency"):
         return PositionBias(_NUM_POSITIONS, bias == "recency")
     if bias == "weights":
         return WeightBias()
-    return TimeBias(bias, next(f.num_embeddings for f in features if f.key == bias))
+    age = next(f for f in features if f.role == "bucket" and f.history == history)
+    return TimeBias(age.key, age.num_embeddings)

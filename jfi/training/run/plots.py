@@ -14,7 +14,6 @@ from matplotlib.ticker import MaxNLocator
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jfi.data import Batch, DataSchema, InteractionDataset
-from jfi.data.config import HISTORY
 from jfi.models import SequenceDLRM
 from jfi.training.run.recorder import DATA
 from jfi.utils.figures import is_drawable, save_figure, widen_axis
@@ -83,12 +82,13 @@ def draw_curves(log: list[dict], monitor: str, path: Path) -> None:
 class _Sample:
     """A test sample: its target, and of its L events, oldest first, titles, other texts, and weights [L, H].
 
-    `entropies` are those of the sample's batch, see `_entropies`.
+    `history` is the name of one of several, else ""; `entropies` are those of the sample's batch, see `_entropies`.
     """
 
     title: str
     label: float
     score: float
+    history: str
     events: list[tuple[str, str]]
     weights: torch.Tensor
     entropies: torch.Tensor
@@ -99,9 +99,9 @@ def draw_attention(
 ) -> str | None:
     """Plots what a few test samples of different users attended to, as a PNG.
 
-    A panel shows a sample's events with the largest weights, each bar split by head; the weights of all events of the
-    history sum to 1. The samples are spread evenly over the test split, and are preferably those with as many events as
-    a panel shows. If none of the samples looked at has an event, no file is written.
+    A panel shows the events of a sample's longest history with the largest weights, each bar split by head; the weights
+    of all events of the history sum to 1. The samples are spread evenly over the test split, and are preferably those
+    with as many events as a panel shows. If none of the samples looked at has an event, no file is written.
 
     Args:
         model: a trained model.
@@ -141,14 +141,14 @@ def _draw_sample(axes: Axes, sample: _Sample) -> None:
     # parse_math=False: a price such as $5 is no formula.
     labels = [f"{_short(title)}, {' '.join(rest.split())}" for title, rest in (sample.events[i] for i in order)]
     axes.set_yticks(range(len(order)), labels, fontsize=9, parse_math=False)
-    count = len(sample.events)
+    count, of = len(sample.events), f" of {sample.history}" if sample.history else ""
     axes.axvline(1 / count, color="0.3", linestyle=":")
     axes.set_xlabel("weight, mean over heads", loc="right")
     axes.set_xlim(left=0)
     shown = left.sum().item()
     axes.set_title(
         f"target: {_short(sample.title)} (label {sample.label:g}, predicted {sample.score:.2f})\n"
-        f"{len(order)} of {count} events, {shown:.0%} of the weight",
+        f"{len(order)} of {count} events{of}, {shown:.0%} of the weight",
         loc="right",  # extends over the long tick labels
         fontsize=11,
         parse_math=False,
@@ -163,7 +163,7 @@ def _pick(model: SequenceDLRM, dataset: InteractionDataset, device: torch.device
     batches = dataset.batches("test", _PICK_FROM, batching="sample")
     for panel in range(_PANELS):
         batch = batches[panel * len(batches) // _PANELS]
-        lengths = batch.sparse_features[f"{HISTORY}{dataset.schema.item_key}"].lengths().tolist()
+        lengths = _lengths(dataset.schema, batch).amax(0).tolist()
         new = [row for row, user in enumerate(batch.users.tolist()) if user not in users and lengths[row] > 0]
         if not new:
             continue
@@ -177,30 +177,41 @@ def _describe(model: SequenceDLRM, schema: DataSchema, batch: Batch, row: int, d
     batch_there = batch.to(device)  # before to_dict, which caches tensors that `to` would not move
     ids = {key: values.to_dense()[row].tolist() for key, values in batch.sparse_features.to_dict().items()}
     inputs = batch_there.dense_features, batch_there.sparse_features
-    # The heads of all features, which have the same events.
+    longest = int(_lengths(schema, batch)[:, row].argmax())
+    age = schema.features[len(schema.encoded) + longest]
+    # The heads of all features of the history, which have the same events.
     found = list(model.attention_weights(*inputs).values())
+    found = found[longest * len(found) // len(schema.histories) :][: len(found) // len(schema.histories)]
     weights = torch.cat([one.to_dense()[row] for one in found], dim=2).mean(1).float().cpu()
     item_columns = {spec.column for spec in schema.features if spec.role == "item"}
-    fields = [spec for spec in schema.features if spec.role == "history" and spec.column not in item_columns]
-    (age,) = (spec.key for spec in schema.features if spec.role == "bucket")
+    of_events = [spec for spec in schema.features if spec.history == age.history and spec is not age]
+    fields = [spec for spec in of_events if spec.column not in item_columns]
+    items = next((spec.key for spec in of_events if spec.column == schema.item_key), None)
     events = []
-    for event, item in enumerate(ids[f"{HISTORY}{schema.item_key}"]):
+    for event, bucket in enumerate(ids[age.key]):
         shown = [
             f"{field.column} {_value(schema, field.column, ids[field.key][event])}"
             for field in fields
             # A slot that is empty, since the event has fewer values, is left out.
-            if ids[field.key][event] or field.key == HISTORY + field.column
+            if ids[field.key][event] or field.slot is None
         ]
-        events.append((_title(schema, item), ", ".join([*shown, _age(ids[age][event])])))
+        title = age.history if items is None else _title(schema, ids[items][event])
+        events.append((title, ", ".join([*shown, _age(bucket)])))
     label, score = batch.labels[row].flatten()[0].item(), model(*inputs)[row].flatten()[0]
     return _Sample(
         title=_title(schema, ids[schema.item_key][0]),
         label=label,
         score=(torch.sigmoid(score) if schema.labels[0].task == "binary" else score).item(),
+        history=age.history if len(schema.histories) > 1 else "",
         events=events,
         weights=weights,
         entropies=torch.cat([_entropies(one) for one in found]),
     )
+
+
+def _lengths(schema: DataSchema, batch: Batch) -> torch.Tensor:
+    """The lengths `[histories, B]` of the histories."""
+    return torch.stack([batch.sparse_features[one.key].lengths() for one in schema.features[len(schema.encoded) :]])
 
 
 def _entropies(weights: JaggedTensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ class SavedRun:
                 f"  inputs: {', '.join(spec.key for spec in schema.features)}; numbers {schema.dense_names}",
                 f"  labels: {', '.join(f'{one.name} ({one.task})' for one in schema.labels)}",
                 f"  model: {parameters:,} parameters, width {model.embedding_dim}, {model.pooling} over at most "
-                f"{schema.max_history} events",
+                f"{' and '.join(map(str, schema.histories.values()))} events",
             ]
         )
 
@@ -217,8 +217,9 @@ class SavedRun:
 
         Returns:
             The columns `row`, the number of the row in `interactions`; `event`, 0 for the oldest one of its history;
-            the event's `item` and `time` in seconds; and `weight_1` to `weight_<heads>`. The weights of a head sum to 1
-            over the events of a row. It is a DataFrame if pandas' were given.
+            the event's `item` and `time` in seconds; of several histories the name of its `history`; and `weight_1` to
+            `weight_<heads>`. The weights of a head sum to 1 over the events of a row and history. It is a DataFrame if
+            pandas' were given.
 
         Raises:
             ValueError: the model does not pool by attention.

@@ -68,12 +68,12 @@ def read_columns(folder: Path, mode: Literal["r", "r+"] = "r") -> dict[str, np.n
     }
 
 
-def write_true_rows(folder: Path, column: np.ndarray) -> np.ndarray:
-    """The rows where `column [N]` is not 0, as the map of a file in `folder`, which must not exist."""
+def write_true_rows(folder: Path, column: np.ndarray, bits: int = -1) -> np.ndarray:
+    """The rows where `column [N]` has any of some bits, as the map of a file in `folder`, which must not exist."""
     folder.mkdir()
     writer = ColumnWriter(folder, {"row": index_type(len(column))})
     for begin, end in blocks(len(column)):
-        writer.append("row", begin + np.flatnonzero(column[begin:end]))
+        writer.append("row", begin + np.flatnonzero(column[begin:end] & bits))
     writer.close()
     return read_columns(folder)["row"]
 

@@ -1,6 +1,7 @@
 """Learns the schema of a dataset from the training rows, and encodes columns as ids and standardized numbers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -8,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jfi.data.batches.batch import Dense
-from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS, NUM_QUANTILES, SID
+from jfi.data.config import AGE, HISTORY, NUM_AGE_BUCKETS, NUM_QUANTILES, SID, DataConfig
 from jfi.data.errors import DataError
 from jfi.data.prepared.stages.columns import Columns
 from jfi.data.prepared.stages.splits import count_training
@@ -56,12 +57,12 @@ def learn_schema(columns: Columns) -> DataSchema:
         edges = learn_edges(columns.numbers(name, "event"), train, NUM_QUANTILES)
         encodings.edges[name], width = edges, config.feature(name).width
         history.append(
-            FeatureSpec(HISTORY + name, "history", name, module_name(name), len(edges) + 2, of="event", width=width)
+            FeatureSpec(_key(name), "history", name, module_name(name), len(edges) + 2, of="event", width=width)
         )
     if columns.sids is not None:
         whole = {"num_embeddings": 2**63, "of": "item", "semantic": True}
         items.append(FeatureSpec(f"item_{SID}", "item", SID, "", **whole))
-        history.append(FeatureSpec(HISTORY + SID, "history", SID, "", **whole))
+        history.append(FeatureSpec(_key(SID), "history", SID, "", **whole))
     for names, of in ((config.names("user", "number"), "user"), (config.names("item", "number"), "item")):
         for name in names:
             # Users and items count as often as they have a row in training.
@@ -72,20 +73,35 @@ def learn_schema(columns: Columns) -> DataSchema:
     if "popularity" in config.statistics_groups():
         times = columns.events.time[samples]
         encodings.half_lives[:] = [max(float(np.ptp(times)) if len(times) else 0.0, 1.0) * part for part in HALF_LIVES]
-    age = FeatureSpec(HISTORY + AGE, "bucket", config.timestamp, "", NUM_AGE_BUCKETS)
-    features = [*users, *items, *contexts, *history, age]
+    ages = [FeatureSpec(_key(AGE), "bucket", config.timestamp, "", NUM_AGE_BUCKETS)]
+    features = [*users, *items, *contexts, *_of_histories(history, config), *_of_histories(ages, config)]
     _check_keys(features)
     return DataSchema(
         features=features,
         dense_names=[name for of in ("user", "item", "context") for name in config.names(of, "number")],
         item_key=config.item,
-        max_history=config.max_history,
+        histories=config.history_lengths(),
         encodings=encodings,
         titles=None if config.title is None else _titles(columns, encodings),
         codec=None if columns.sids is None else columns.sids.codec,
         labels=_learn_labels(columns, samples),
         num_auxiliary=len(config.auxiliary_labels()),
     )
+
+
+def _key(column: str) -> str:
+    """The key of a column of the events of the history that has no other name."""
+    return f"{HISTORY}_{column}"
+
+
+def _of_histories(specs: list[FeatureSpec], config: DataConfig) -> list[FeatureSpec]:
+    """The keys of each history that has the column, of those of the history that has no other name."""
+    return [
+        replace(spec, key=name + spec.key.removeprefix(HISTORY), history=name)
+        for name, one in config.named_histories().items()
+        for spec in specs
+        if one.features is None or spec.role == "bucket" or spec.column in one.features
+    ]
 
 
 def _learn_labels(columns: Columns, samples: np.ndarray) -> list[LabelSpec]:
@@ -122,9 +138,9 @@ def _learn_keys(
     own = [FeatureSpec(name, role, name, module_name(name), num_ids, many, of, **raw)]
     if many:
         slots = range(min(columns.config.max_slots, column.longest(train > 0)))
-        keys = [(f"{HISTORY}{name}_{slot}", slot) for slot in slots]
+        keys = [(_key(f"{name}_{slot}"), slot) for slot in slots]
     else:
-        keys = [(HISTORY + name, None)]
+        keys = [(_key(name), None)]
     common = {"of": of, **raw}
     history = [FeatureSpec(key, "history", name, module_name(name), num_ids, slot=slot, **common) for key, slot in keys]
     return own, history
@@ -162,10 +178,10 @@ CONTEXT = "context_"
 
 
 def column_name(spec: FeatureSpec) -> str:
-    """The column of a key in a file: its own for events and contexts, else one for all keys of a column."""
+    """The column of a key in a file: one for all histories, and of users and items one for all keys of a column."""
     if spec.role == "context":
         return CONTEXT + spec.column
-    return spec.key if spec.of == "event" else spec.column
+    return HISTORY + spec.key.removeprefix(spec.history) if spec.of == "event" else spec.column
 
 
 def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
@@ -176,11 +192,14 @@ def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
     """
     known = schema.encodings
     of_entities: dict[str, Categorical] = {}
-    found = []
-    for number, spec in enumerate(schema.features[:-1]):
+    found: list[Categorical] = []
+    of_events: dict[str, Categorical] = {}
+    for number, spec in enumerate(schema.encoded):
         default = known.defaults.get(spec.column)
         if spec.semantic:
             found.append(Categorical(columns.item_sids()))
+        elif spec.of == "event" and column_name(spec) in of_events:  # of another history
+            found.append(of_events[column_name(spec)])
         elif spec.of == "event":
 
             def new_array(count: int, number: int = number, spec: FeatureSpec = spec) -> np.ndarray:
@@ -192,6 +211,7 @@ def encode_features(columns: Columns, schema: DataSchema) -> list[Categorical]:
             else:
                 column = check_kind(schema, spec.column, columns.categories(spec.column, "event"))
                 found.append(encode(column, known.ids_of(spec.column), spec.slot, new_array, default))
+            of_events[column_name(spec)] = found[-1]
         else:
             if spec.column not in of_entities:
                 column = check_kind(schema, spec.column, columns.categories(spec.column, spec.of))

@@ -153,7 +153,8 @@ class RowReader:
         self.config, self.folder, self.rows = config, folder, 0
         #: Rows without an id that are not among `rows`.
         self.left_out = 0
-        self.labels, self.events, self.samples = np.zeros((len(config.trained_labels()), 2), np.int64), 0, 0
+        self.labels, self.samples = np.zeros((len(config.trained_labels()), 2), np.int64), 0
+        self.events = [0] * len(config.history_rules())
         #: The values that no row has so far, after the setting, the rule and the column that they are compared with.
         self.absent: list[tuple[str, str, str, str]] | None = None
         self._columns = raw_columns(config)
@@ -164,7 +165,7 @@ class RowReader:
         types |= dict.fromkeys(config.target_names(), np.float32)
         types |= {ADDED + name: np.float64 for name in config.label_windows()}
         types |= {"split": np.int8} if config.split in ("column", "files") else {}
-        types |= {} if config.history is None else {"event": np.int8}
+        types |= {"event": np.int8} if config.history_rules() else {}
         types |= {} if config.request_id is None else {"group": np.int64}
         for column in self._columns:
             types[column.file] = np.float64 if column.kind == "number" else np.int32
@@ -204,7 +205,8 @@ class RowReader:
             setting, rule = ("label.event", one.label.event) if is_window else ("label", one.label)
             check_held(name, setting, rule, counts, tables)
         check_held(name, "samples", config.samples, (self.rows - self.samples, self.samples), tables)
-        check_held(name, "history", config.history, (self.rows - self.events, self.events), tables)
+        for (setting, rule), count in zip(config.history_rules(), self.events, strict=True):
+            check_held(name, setting, rule, (self.rows - count, count), tables)
         warnings = describe_left_out(name, self.rows, self.left_out)
         warnings += [
             f"{setting} '{rule}': no row has the value '{value}'; {describe_values(tables(), column)}"
@@ -248,9 +250,12 @@ class RowReader:
             put("split", _given_splits(table, config.split_column))
         elif config.split == "files":
             put("split", np.full(len(table), split, np.int8))
-        if config.history is not None:
-            event = parse_rule(config.history).holds(table) == 1
-            self.events += int(event.sum())
+        if rules := config.history_rules():
+            event = np.zeros(len(table), np.int8)
+            for i, (_, rule) in enumerate(rules):
+                holds = np.ones(len(table), bool) if rule is None else parse_rule(rule).holds(table) == 1
+                self.events[i] += int(holds.sum())
+                event |= holds.astype(np.int8) << i
             put("event", event)
         if self.absent != []:
             rules = [(setting, rule, parse_rule(rule).absent_values(table)) for setting, rule in _rules(config)]
@@ -357,8 +362,8 @@ def _rules(config: DataConfig) -> list[tuple[str, str]]:
     labels = [] if config.is_implicit else [one.label for one in config.trained_labels()]
     rules = [("label.event", one.event) for one in labels if isinstance(one, LabelWindow)]
     rules += [("label", one) for one in labels if isinstance(one, str) and only_column(one) is None]
-    others = {"samples": config.samples, "history": config.history}
-    return rules + [(setting, rule) for setting, rule in others.items() if rule is not None]
+    others = [("samples", config.samples), *config.history_rules()]
+    return rules + [(setting, rule) for setting, rule in others if rule is not None]
 
 
 def _given_splits(table: SourceRows, name: str) -> np.ndarray:

@@ -42,10 +42,11 @@ def past_index(
         contexts: whether keys may have columns of users and contexts.
     """
     features = list(zip(schema.features, ids, strict=False))
+    of_events = [(one, ids[index]) for index, one in schema.of_events()]
     spec, items = next(one for one in features if one[0].key == schema.item_key)
     slots: dict[str, list[tuple[Categorical, FeatureSpec]]] = {}
-    for one, own in features:
-        if one.role == "history" and one.of == "item" and not one.semantic and one.column != schema.item_key:
+    for one, own in of_events:
+        if one.of == "item" and not one.semantic and one.column != schema.item_key:
             slots.setdefault(one.column, []).append((own, one))
     columns = {
         f"column {name}": KeyColumn("item", *_matrix([own for own, _ in of], of[0][1]), name)
@@ -56,10 +57,10 @@ def past_index(
             values = _matrix([own] if own.offsets is None else [*map(own.slot, range(_MAX_VALUES))], one)
             columns[f"{one.role} {one.key}"] = KeyColumn("user" if one.of == "user" else "event", *values, one.key)
     numbers, values = {}, {}
-    for one, own in features:
-        if one.role == "history" and one.of == "event" and one.column in schema.encodings.edges:
+    for one, own in of_events:
+        if one.of == "event" and one.column in schema.encodings.edges:
             numbers[one.column] = own.ids
-        elif one.role == "history" and one.of == "event":
+        elif one.of == "event":
             values.setdefault(one.column, []).append(own.ids)
     known = event_values(numbers, values)
     return PastIndex(
