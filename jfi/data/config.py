@@ -209,7 +209,7 @@ class DataConfig:
 
     @property
     def is_raw_log(self) -> bool:
-        """Whether a rule says which rows are samples, or labels are of what comes later."""
+        """Says whether a rule chooses the samples, or labels are of what comes later."""
         return self.samples is not None or bool(self.label_windows())
 
     @property

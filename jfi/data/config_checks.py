@@ -223,7 +223,7 @@ def _check_histories(config: DataConfig) -> None:
         if rule is not None:
             parse_rule(rule)
     if config.histories and config.history is not None:
-        raise DataError("data.history and data.histories are both set; name the rule of data.history among the others")
+        raise DataError("data.history and data.histories are both set; move the rule into data.histories")
     if not config.histories:
         return
     if not 2 <= len(config.histories) <= MAX_HISTORIES:

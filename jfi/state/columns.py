@@ -236,8 +236,9 @@ def renewal(layout: ColumnLayout, before: Iterable[bytes | None], after: Iterabl
 class KeptItems:
     """Reads the values of items, and keeps them in memory for later requests, until one of them changes.
 
-    A value is kept by 64 bits, the Python hash of its id, see KnownValues, and the version of all values: XOR. Items
-    without a value are read each time, so that a new one needs no new version.
+    The tag of a value is the 64-bit hash of its id XOR the version, so a new version drops all values. Two ids of one
+    hash are taken for the same item, as in `KnownValues`: one chance in 2^64 for each pair. Items without a value are
+    read each time, so that a new item needs no new version.
 
     Args:
         layout: of the values.

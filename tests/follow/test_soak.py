@@ -203,6 +203,7 @@ def test_an_hour_with_kills_of_trainer_and_server(run, tmp_path, record_property
             for one in programs:
                 one.tick(kills)
 
+        fields = surely(f"{address}/schema/events", None, lambda: tick(0))["anyOf"][0]["items"]["required"]
         known = {
             "user": ["user_id", "age"],
             "history": ["item_id", "rating", "price", "device", "age"],
@@ -218,7 +219,8 @@ def test_an_hour_with_kills_of_trainer_and_server(run, tmp_path, record_property
         last = ""
         for number, part in enumerate(make_log()[1]):
             write(parts / (last := f"minute-{number:02d}.parquet"), part)
-            surely(f"{address}/events", part, tick)
+            events = [{name: row[name] for name in fields} for row in part]
+            surely(f"{address}/events", events, tick)
             until = time.monotonic() + PAUSE
             while time.monotonic() < until:
                 tick()

@@ -90,12 +90,12 @@ def learn_schema(columns: Columns) -> DataSchema:
 
 
 def _key(column: str) -> str:
-    """The key of a column of the events of the history that has no other name."""
+    """The key of a column of events, of a history that is named "history"."""
     return f"{HISTORY}_{column}"
 
 
 def _of_histories(specs: list[FeatureSpec], config: DataConfig) -> list[FeatureSpec]:
-    """The keys of each history that has the column, of those of the history that has no other name."""
+    """The keys of all histories, made of those of a history that is named "history"."""
     return [
         replace(spec, key=name + spec.key.removeprefix(HISTORY), history=name)
         for name, one in config.named_histories().items()
