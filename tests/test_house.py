@@ -23,7 +23,7 @@ BUDGET = {
     "ops": 2119,
     "semantic_ids": 1719,
     "serving": 6145,
-    "state": 3799,
+    "state": 3800,
     "table1": 1135,
     "tables": 3175,
     "training": 6979,
